@@ -1,0 +1,111 @@
+# Everything a developer runs, and CI too (.ci/run). Needs make, git and one Python; the rest is installed below build/.
+
+PYTHON ?= python3.11
+# The Pythons that the types are checked for. tests/run.py runs the unit tests on those it finds.
+PYTHONS := 3.10 3.11 3.12 3.13 3.14
+UV_VERSION := 0.13.9
+
+VENVS := build/venvs
+DEV := $(VENVS)/dev/bin
+UV := $(VENVS)/tools/bin/uv
+UV_STAMP := $(VENVS)/tools/.uv-$(UV_VERSION)
+RUN := $(PYTHON) tests/run.py
+
+# A Python that isn't here is said to be missing, never downloaded.
+export UV_PYTHON_DOWNLOADS := never
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SECONDEXPANSION:
+# Keep the stamps between the steps of an environment.
+.PRECIOUS: $(VENVS)/%/.locked $(VENVS)/%/.ready
+
+.PHONY: help
+help: ## Show this text
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "PYTHON=$(PYTHON) makes the environments in $(VENVS); say 'make PYTHON=... TARGET' for another one."
+
+##### Use
+
+.PHONY: demo
+demo: $(VENVS)/vllm/.ready ## Run the demo on a real vLLM on this machine's CPU (DEMO_ARGS=... for its options)
+	$(VENVS)/vllm/bin/python -m examples.vllm_demo $(DEMO_ARGS)
+
+##### Tests
+
+.PHONY: test
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready ## Run all tests: unit, test-pythons and test-vllm
+	$(RUN) unit pythons vllm
+
+.PHONY: unit
+unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
+	$(RUN) unit
+
+.PHONY: test-pythons
+test-pythons: $(UV_STAMP) ## Run the unit tests on every other Python found, on 3.10 with the oldest OpenTelemetry
+	$(RUN) pythons
+
+.PHONY: test-vllm
+test-vllm: $(VENVS)/vllm/.ready ## Run the tests with a real vLLM engine on the CPU
+	$(RUN) vllm
+
+##### Code
+
+.PHONY: lint
+lint: $(VENVS)/dev/.ready ## Check style, format and, for every supported Python, types
+	$(DEV)/ruff check
+	$(DEV)/ruff format --check
+	@for version in $(PYTHONS); do echo "mypy for $$version"; $(DEV)/mypy --python-version $$version || exit 1; done
+
+.PHONY: format
+format: $(VENVS)/dev/.ready ## Format the code and fix what can be fixed
+	$(DEV)/ruff check --fix-only
+	$(DEV)/ruff format
+
+.PHONY: hooks
+hooks: $(VENVS)/dev/.ready ## Install the git hooks
+	$(DEV)/pre-commit install
+
+##### Environments
+
+.PHONY: environments
+environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready ## Create the environments (the other targets do it as needed)
+
+# An environment holds exactly what one committed file of tests/environments lists; dev.txt unless named here.
+LOCK_vllm := vllm
+LOCK_python3.10 := oldest
+
+$(UV_STAMP):
+	$(PYTHON) -m venv --clear $(VENVS)/tools
+	$(VENVS)/tools/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	touch $@
+
+# Made anew when its list changes: uv links from its cache, so that even vLLM's 6 GB take seconds the second time.
+$(VENVS)/%/.locked: tests/environments/$$(or $$(LOCK_$$*),dev).txt | $(UV_STAMP)
+	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
+	$(UV) pip install --quiet --python $(@D) --no-deps --requirement $<
+	touch $@
+
+# The package itself, editable. A stamp of its own, so that a new entry point doesn't reinstall torch.
+$(VENVS)/%/.ready: $(VENVS)/%/.locked pyproject.toml otel_specdec/version.py
+	$(UV) pip install --quiet --python $(@D) --no-deps --editable .
+	touch $@
+
+# Versions stay as they are unless a list needs others: UPGRADE=--upgrade takes the newest.
+COMPILE = $(UV) pip compile --quiet --no-emit-index-url --custom-compile-command 'make lock' $(UPGRADE) \
+	pyproject.toml --extra test
+
+.PHONY: lock
+lock: $(UV_STAMP) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgrade for the newest versions)
+	$(COMPILE) --extra demo tests/environments/dev.in --universal --python-version 3.10 \
+		--output-file tests/environments/dev.txt
+	$(COMPILE) tests/environments/oldest.in --python-version 3.10 --python-platform linux \
+		--output-file tests/environments/oldest.txt
+	$(COMPILE) --extra demo tests/environments/vllm.in --python-version 3.11 --python-platform linux \
+		--overrides tests/environments/vllm-overrides.in --output-file tests/environments/vllm.txt
+
+.PHONY: clean
+clean: ## Remove environments, reports and caches (uv's own cache stays)
+	rm -rf $(VENVS) build/reports dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find otel_specdec examples tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,400 @@
+"""What the counters say, set beside the averages that mislead: read from decoded OTLP points, printed with rich.
+
+Every ratio here is a quotient of sums taken downstream, as a dashboard would take it: a counter's points enter the
+ratios that their `specdec.ratio_set` names, and no others. Reading and arithmetic are plain functions on values; only
+`render` and what it calls print. Needs rich; names come from `otel_specdec.names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from examples.vllm_demo.otlp_receiver import OtlpReceiver, Point
+from examples.vllm_demo.server import Samples, total
+from examples.vllm_demo.traffic import Answer, sequences
+from otel_specdec.names import (
+    ACCEPT_RATE,
+    ACCEPTANCE_LENGTH,
+    ENGINE,
+    NONE,
+    POSITION,
+    RATIO_SET,
+    RATIOS,
+    SOURCE,
+    TOKENS_PER_VERIFY,
+    Metric,
+)
+
+_TITLES = {
+    ACCEPTANCE_LENGTH: "acceptance length",
+    ACCEPT_RATE: "accept rate",
+    TOKENS_PER_VERIFY: "tokens per verify",
+}
+_BAR = 30  # cells of a full bar
+# Counted in the frontend, where the package does that: a version that does not leaves those tokens unexplained.
+_TRIMMED = next((metric for metric in Metric if metric.value == "specdec.trimmed_tokens"), None)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A quotient of sums; `value` is None over a denominator of 0 (no ratio, which is not 0)."""
+
+    name: str
+    numerator: int | float
+    denominator: int | float
+    covered: int | float
+    generations: int | float
+
+    @property
+    def value(self) -> float | None:
+        return self.numerator / self.denominator if self.denominator else None
+
+    @property
+    def coverage(self) -> float | None:
+        """The part of all generations that this ratio speaks for."""
+        return self.covered / self.generations if self.generations else None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The last point of every stream of the engine's counters, at one moment."""
+
+    streams: Mapping[Metric, tuple[Point, ...]]
+
+    @classmethod
+    def read(cls, receiver: OtlpReceiver) -> Counters:
+        """Everything that the engine itself counted: a recorder may count the same generations again."""
+        return cls(
+            {
+                metric: tuple(
+                    point for point in receiver.streams(metric.value) if point.attributes.get(SOURCE, ENGINE) == ENGINE
+                )
+                for metric in Metric
+            }
+        )
+
+    def __bool__(self) -> bool:
+        return any(self.streams.values())
+
+    def total(self, metric: Metric) -> int | float | None:
+        """The sum over all ratio sets: every known value. None where no point came."""
+        points = self.streams.get(metric, ())
+        return sum(point.value for point in points) if points else None
+
+    @property
+    def trimmed(self) -> int | float | None:
+        """Committed tokens that the frontend kept from the client; None where nobody counts them."""
+        return self.total(_TRIMMED) if _TRIMMED is not None else None
+
+    def ratio(self, name: str) -> Ratio:
+        """One pooled ratio over everything that was read."""
+        numerator, denominator = RATIOS[name]
+        return Ratio(
+            name,
+            numerator=self._entering(numerator, name),
+            denominator=self._entering(denominator, name),
+            covered=self._entering(Metric.GENERATIONS, name),
+            generations=self.total(Metric.GENERATIONS) or 0,
+        )
+
+    def positions(self) -> list[tuple[int, int | float, int | float]]:
+        """Draft position, accepted, proposed; only positions where something was proposed."""
+        accepted, proposed = self._by_position(Metric.POSITION_ACCEPTED), self._by_position(Metric.POSITION_PROPOSED)
+        return [(position, accepted.get(position, 0), proposed[position]) for position in sorted(proposed)]
+
+    def ratio_sets(self, metric: Metric) -> list[str]:
+        """The ratio sets of a metric's points, those first that are not `none`."""
+        sets = {str(point.attributes[RATIO_SET]) for point in self.streams[metric] if RATIO_SET in point.attributes}
+        return sorted(sets, key=lambda one: (one == NONE, one))
+
+    def _entering(self, metric: Metric, ratio: str) -> int | float:
+        return sum(
+            point.value
+            for point in self.streams.get(metric, ())
+            if ratio in str(point.attributes.get(RATIO_SET, NONE)).split(",")
+        )
+
+    def _by_position(self, metric: Metric) -> dict[int, int | float]:
+        sums: dict[int, int | float] = {}
+        for point in self.streams.get(metric, ()):
+            position = point.attributes.get(POSITION)
+            if isinstance(position, int) and (point.value or metric is Metric.POSITION_ACCEPTED):
+                sums[position] = sums.get(position, 0) + point.value
+        return sums
+
+
+@dataclass(frozen=True)
+class Average:
+    """One way to come by the same three numbers that is not a quotient of sums; None where it has no such number."""
+
+    how: str
+    values: Mapping[str, float | None]
+
+
+def averages(answers: Sequence[Answer], samples: Samples) -> list[Average]:
+    """What else is reported for the same traffic: means over requests, and vLLM's own figures of its `/metrics`."""
+    reported = [answer for answer in answers if answer.speculation is not None]
+    lengths = [float(answer.speculation["mean_acceptance_length"]) for answer in reported if answer.speculation]
+    rates = [float(answer.speculation["draft_acceptance_rate"]) for answer in reported if answer.speculation]
+    per_verify = [
+        answer.tokens / answer.speculation["num_spec_steps"]
+        for answer in reported
+        if answer.speculation and answer.speculation["num_spec_steps"]
+    ]
+    silent = len(answers) - len(reported)
+
+    def mean(values: Iterable[float], zeros: int = 0) -> float | None:
+        padded = [*values, *([0.0] * zeros)]
+        return fmean(padded) if padded else None
+
+    accepted = total(samples, "vllm:spec_decode_num_accepted_tokens_total")
+    drafts = total(samples, "vllm:spec_decode_num_drafts_total")
+    draft_tokens = total(samples, "vllm:spec_decode_num_draft_tokens_total")
+    return [
+        Average(
+            f"mean over the {len(reported)} requests that report",
+            {ACCEPTANCE_LENGTH: mean(lengths), ACCEPT_RATE: mean(rates), TOKENS_PER_VERIFY: mean(per_verify)},
+        ),
+        Average(
+            f"the same, {silent} silent requests as 0.0",
+            {
+                ACCEPTANCE_LENGTH: mean(lengths, silent),
+                ACCEPT_RATE: mean(rates, silent),
+                TOKENS_PER_VERIFY: mean(per_verify, len(answers) - len(per_verify)),
+            },
+        ),
+        Average(
+            "vLLM's /metrics, 1 + accepted / drafts",
+            {
+                ACCEPTANCE_LENGTH: 1 + accepted / drafts if accepted is not None and drafts else None,
+                ACCEPT_RATE: accepted / draft_tokens if accepted is not None and draft_tokens else None,
+            },
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One statement that the run can prove or refute."""
+
+    statement: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that one run of the demo gave. `settled` was read before any client hung up, `final` at the end."""
+
+    settled: Counters
+    final: Counters
+    answers: Sequence[Answer]
+    aborts: Sequence[Answer]
+    samples: Samples
+
+    def findings(self) -> list[Finding]:
+        """What must be true of the counters and of what the clients got."""
+        completion = self.settled.total(Metric.COMPLETION) or 0
+        got = sum(answer.tokens for answer in self.answers)
+        trimmed = self.settled.trimmed
+        clients = f"committed {_n(completion)}, clients got {_n(got)} token ids"
+        if trimmed is None and completion != got:
+            clients += f": no specdec.trimmed_tokens came to explain {_n(completion - got)}"
+        else:
+            clients += f", trimmed {_n(trimmed or 0)}: committed − trimmed is what clients got"
+        aborted = (self.final.total(Metric.COMPLETION) or 0) - completion
+        aborted_got = sum(answer.tokens for answer in self.aborts)
+        generations = self.final.total(Metric.GENERATIONS) or 0
+        sent = len(sequences([*self.answers, *self.aborts]))
+        errors = self.final.total(Metric.ERRORS) or 0
+        known = [answer.as_expected() for answer in (*self.answers, *self.aborts)]
+        return [
+            Finding(clients, completion - (trimmed or 0) == got),
+            Finding(
+                f"aborted streams: {_n(aborted)} committed, {_n(aborted_got)} of them received", aborted >= aborted_got
+            ),
+            Finding(
+                f"generations counted: {_n(generations)}, sequences at the clients: {_n(sent)}", generations == sent
+            ),
+            Finding(
+                f"answers are those of plain greedy decoding: {known.count(True)} of {len(known) - known.count(None)}",
+                False not in known,
+            ),
+            Finding(f"errors of the instrumentation: {_n(errors)}", errors == 0),
+        ]
+
+
+def render(run: Run, console: Console) -> bool:
+    """Print the report; whether everything in it that can be checked holds."""
+    console.print()
+    console.print(_counters_table(run.final))
+    console.print(_ratios_table(run.final))
+    console.print(
+        "  The acceptance length is the one to look at first: it compares across engines. Tokens per verify compares\n"
+        "  with nothing else: steps without drafts add completion and no verify, so on n-gram nothing bounds it.",
+        style="dim",
+    )
+    console.print()
+    console.print(_averages_table(run))
+    console.print(
+        "  A mean over requests weighs 2 tokens like 300, and misses what does not report: stop strings, aborts, n > 1."
+        "\n  vLLM's own length counts drafts accepted behind a stop or a limit, which nobody was given, and padding.",
+        style="dim",
+    )
+    console.print()
+    console.print(_positions_table(run))
+    console.print(_reconciliation_table(run))
+    findings = run.findings()
+    for finding in findings:
+        mark = Text("  ✓ " if finding.holds else "  ✗ ", style="green" if finding.holds else "bold red")
+        console.print(mark.append(finding.statement, style="default"))
+    console.print()
+    return all(finding.holds for finding in findings)
+
+
+def render_nothing(received: Iterable[str], answers: Sequence[Answer], samples: Samples, console: Console) -> None:
+    """Say that no counter of ours arrived, and what did; `received` are the names of all metrics that came."""
+    names = sorted(set(received))
+    got, drafts = sum(answer.tokens for answer in answers), total(samples, "vllm:spec_decode_num_drafts_total")
+    console.print()
+    console.print("No specdec.* point arrived.", style="bold red")
+    console.print(
+        f"Clients got {_n(got)} token ids in {len(sequences(answers))} sequences, and vLLM itself speaks of "
+        f"{'no' if drafts is None else _n(drafts)} drafts."
+    )
+    console.print(f"Other metrics that came: {escape(', '.join(names)) if names else 'none'}.")
+    console.print(
+        "Is otel_specdec installed in the environment of the server, and none of its instrumentors disabled by\n"
+        "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS? `python -m pip install -e .` puts it there.",
+        style="dim",
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table in the report's one style: the first column to the left, numbers to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=True)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _counters_table(counters: Counters) -> Table:
+    table = _table(
+        "Raw counters (the last value of every stream, summed)", "counter", "sum", "unit", "series", "ratio_set"
+    )
+    table.columns[-1].justify = "left"
+    table.columns[-1].no_wrap = False
+    for metric in Metric:
+        value = counters.total(metric)
+        if value is None:
+            continue
+        sets = " | ".join(counters.ratio_sets(metric))
+        table.add_row(metric.value, _n(value), metric.unit, str(len(counters.streams[metric])), sets or "–")
+    return table
+
+
+def _ratios_table(counters: Counters) -> Table:
+    table = _table(
+        "Pooled ratios (sums first, then one quotient)", "ratio", "value", "numerator / denominator", "coverage"
+    )
+    for name, (numerator, denominator) in RATIOS.items():
+        ratio = counters.ratio(name)
+        table.add_row(
+            _TITLES[name],
+            Text(_ratio(name, ratio.value), style="bold green" if name == ACCEPTANCE_LENGTH else "bold"),
+            f"{_n(ratio.numerator)} {_short(numerator)} / {_n(ratio.denominator)} {_short(denominator)}",
+            _covered(ratio),
+        )
+    return table
+
+
+def _averages_table(run: Run) -> Table:
+    table = _table("Beside them: averages of ratios", "", *(_TITLES[name] for name in RATIOS))
+    pooled = {name: run.final.ratio(name).value for name in RATIOS}
+    table.add_row(
+        Text("pooled: Σ / Σ, from OTLP", style="bold"),
+        *(Text(_ratio(name, pooled[name]), style="bold green") for name in RATIOS),
+    )
+    for average in averages([*run.answers, *run.aborts], run.samples):
+        cells = []
+        for name in RATIOS:
+            value, right = average.values.get(name), pooled[name]
+            if value is None or not right:
+                cells.append(Text("–", style="dim"))
+                continue
+            off = value / right - 1
+            style = "red" if abs(off) >= 0.005 else "default"
+            cells.append(Text(_ratio(name, value)).append(f"  {off:+7.1%}", style=style))
+        table.add_row(average.how, *cells)
+    return table
+
+
+def _positions_table(run: Run) -> Table:
+    table = _table(
+        "Accept rate by draft position", "position", "accepted / proposed", "rate", "", "vLLM: accepted / all drafts"
+    )
+    table.columns[3].justify = "left"
+    drafts = total(run.samples, "vllm:spec_decode_num_drafts_total")
+    for position, accepted, proposed in run.final.positions():
+        rate = accepted / proposed
+        own = total(run.samples, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(position))
+        table.add_row(
+            str(position),
+            f"{_n(accepted)} / {_n(proposed)}",
+            f"{rate:.1%}",
+            Text("█" * round(rate * _BAR), style="green").append("·" * (_BAR - round(rate * _BAR)), style="dim"),
+            f"{own / drafts:.1%}" if own is not None and drafts else "–",
+        )
+    return table
+
+
+def _reconciliation_table(run: Run) -> Table:
+    table = _table("Where every token went", "", "tokens", "")
+    table.columns[2].justify = "left"
+    completion, trimmed = run.settled.total(Metric.COMPLETION) or 0, run.settled.trimmed
+    got = sum(answer.tokens for answer in run.answers)
+    table.add_row("engine committed", _n(completion), f"{Metric.COMPLETION.value}, before any client hung up")
+    table.add_row(
+        "− trimmed in the frontend",
+        "unknown" if trimmed is None else _n(trimmed),
+        "behind a stop string: the engine went on until it was told",
+    )
+    number = len(sequences(run.answers))
+    table.add_row("= token ids at the clients", Text(_n(got), style="bold"), f"{number} sequences", end_section=True)
+    aborted = (run.final.total(Metric.COMPLETION) or 0) - completion
+    aborted_got = sum(answer.tokens for answer in run.aborts)
+    table.add_row("engine committed to aborts", _n(aborted), f"{len(run.aborts)} clients that hung up in mid-stream")
+    table.add_row(
+        "− never received", _n(aborted - aborted_got), "on its way, or made before the abort reached the engine"
+    )
+    table.add_row("= token ids at the clients", Text(_n(aborted_got), style="bold"), "up to where they stopped reading")
+    return table
+
+
+def _short(metric: Metric) -> str:
+    """A counter's name without its namespace and unit."""
+    return str(metric.value).removeprefix("specdec.").removesuffix("_tokens").removesuffix("_steps")
+
+
+def _ratio(name: str, value: float | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value:.1%}" if name == ACCEPT_RATE else f"{value:.3f}"
+
+
+def _covered(ratio: Ratio) -> str:
+    if ratio.coverage is None:
+        return "no generations"
+    return f"{ratio.coverage:.0%} ({_n(ratio.covered)} of {_n(ratio.generations)})"
+
+
+def _n(value: int | float) -> str:
+    """A count; counters are whole numbers whatever type they came in."""
+    return f"{value:,.0f}"

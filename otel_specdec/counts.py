@@ -1,0 +1,162 @@
+"""The raw counts of a generation, known or unknown, and which ratios an increment of them may enter.
+
+Engine-neutral and free of OpenTelemetry; pure functions on small values. Meanings: the project's design contract.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Final
+
+from otel_specdec import names
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+LARGEST: Final = 2**63 - 1
+"""OTLP carries a count as a signed 64-bit integer."""
+
+
+def _count(owner: str, name: str, value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{owner}.{name} must be an integer or None, not a boolean")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # the TypeError is what we ask for
+    except TypeError:
+        raise TypeError(f"{owner}.{name} must be an integer or None, not {type(value).__name__}") from None
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"{owner}.{name} must lie in 0 … 2**63 - 1, not {number}")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class SpecCounts:
+    """Counts of one generation, or of any sum of generations. `None` is unknown, which is not zero.
+
+    Attributes:
+        accepted: draft tokens that verification accepted, bonus token excluded, before stop-trimming (tokens, ≥ 0).
+        proposed: valid draft tokens put to verification (tokens, ≥ 0).
+        verify: steps in which the target model verified at least one valid draft token (steps, ≥ 0).
+        completion: output tokens committed to the generation (tokens, ≥ 0).
+        emitted: tokens that the verify steps emitted after trimming (tokens, ≥ 0).
+
+    Raises:
+        TypeError: a count is neither an integer nor None (booleans are refused).
+        ValueError: a count is negative or does not fit into a signed 64-bit integer.
+
+    Source of the definitions: the table "The counters" of the design contract, repeated in the README.
+    """
+
+    accepted: int | None = None
+    proposed: int | None = None
+    verify: int | None = None
+    completion: int | None = None
+    emitted: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in COUNT_FIELDS:
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                object.__setattr__(self, name, _count("SpecCounts", name, value))
+            elif value is not None and not 0 <= value <= LARGEST:
+                _count("SpecCounts", name, value)
+
+    @property
+    def knows_drafts(self) -> bool:
+        """Whether anything about drafts is known: the number of completion tokens alone says nothing of them."""
+        return not (self.accepted is None and self.proposed is None and self.verify is None)
+
+
+COUNT_FIELDS: Final = tuple(f.name for f in fields(SpecCounts))
+
+METRIC_OF_FIELD: Final = {
+    "accepted": names.Metric.ACCEPTED,
+    "proposed": names.Metric.PROPOSED,
+    "verify": names.Metric.VERIFY,
+    "completion": names.Metric.COMPLETION,
+    "emitted": names.Metric.EMITTED,
+}
+
+
+def ratios_holding(increment: SpecCounts) -> frozenset[str]:
+    """The ratios that this increment may enter: both halves known, and consistent with each other.
+
+    `accept_rate` wants accepted ≤ proposed; `acceptance_length` wants emitted ≤ accepted + verify and
+    emitted ≤ completion, each where known; `tokens_per_verify` has no bound of its own.
+    """
+    accepted, proposed, verify = increment.accepted, increment.proposed, increment.verify
+    completion, emitted = increment.completion, increment.emitted
+    holding = []
+    if accepted is not None and proposed is not None and accepted <= proposed:
+        holding.append(names.ACCEPT_RATE)
+    if completion is not None and verify is not None:
+        holding.append(names.TOKENS_PER_VERIFY)
+    if (
+        emitted is not None
+        and verify is not None
+        and (accepted is None or emitted <= accepted + verify)
+        and (completion is None or emitted <= completion)
+    ):
+        holding.append(names.ACCEPTANCE_LENGTH)
+    return frozenset(holding)
+
+
+ALL_RATIOS: Final = frozenset(names.RATIOS)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """What one response tells about one generation. Counts are cumulative over the generation's life.
+
+    Attributes:
+        generation_id: the generation's id, unique within its session; never empty, never a metric attribute.
+        counts: its counts so far (`finished=False`) or in all (`finished=True`).
+        session_id: the session, rollout step or batch in which `generation_id` is unique; None is a session too.
+        sample_id: the training sample that the generation belongs to, if any.
+        model: the model's name as the engine reports it (`gen_ai.request.model`).
+        provider: the engine (`gen_ai.provider.name`): `vllm`, `sglang`, …
+        method: the drafting method (`specdec.method`): `ngram`, `eagle3`, …
+        engine_index: data-parallel rank of the engine (`specdec.engine.index`, ≥ 0).
+        finished: whether this is the generation's last report.
+        accepted_by_position: accepted draft tokens by draft position, cumulative (tokens, ≥ 0).
+        proposed_by_position: proposed draft tokens by draft position, cumulative, of the same length.
+        context: the OpenTelemetry context of the request; it is not part of the report's identity or equality.
+
+    Raises:
+        TypeError, ValueError: a field has the wrong type or range; the message names it.
+    """
+
+    generation_id: str
+    counts: SpecCounts
+    session_id: str | None = None
+    sample_id: str | None = None
+    model: str | None = None
+    provider: str | None = None
+    method: str | None = None
+    engine_index: int | None = None
+    finished: bool = True
+    accepted_by_position: Sequence[int] | None = None
+    proposed_by_position: Sequence[int] | None = None
+    context: Context | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.generation_id, str) or not self.generation_id:
+            raise ValueError(f"generation_id must be a non-empty string, not {type(self.generation_id).__name__}")
+        if not isinstance(self.counts, SpecCounts):
+            raise TypeError(f"counts must be SpecCounts, not {type(self.counts).__name__}")
+        for name in ("session_id", "sample_id", "model", "provider", "method"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} must be a string or None, not {type(value).__name__}")
+        if self.engine_index is not None:
+            object.__setattr__(self, "engine_index", _count("GenerationReport", "engine_index", self.engine_index))
+        if not isinstance(self.finished, bool):
+            raise TypeError(f"finished must be a boolean, not {type(self.finished).__name__}")
+        for name in ("accepted_by_position", "proposed_by_position"):
+            value = getattr(self, name)
+            if value is not None:
+                checked = tuple(_count("GenerationReport", name, each) for each in value)
+                object.__setattr__(self, name, checked)
+

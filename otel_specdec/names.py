@@ -1,0 +1,131 @@
+"""Every metric, attribute and ratio name, spelled here and nowhere else. Source: the project's design contract.
+
+Runs at import in every instrumented process: constants only.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+METER: Final = "otel_specdec"
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.37.0"
+"""The semantic conventions that the ``gen_ai.*`` attributes are taken from (1.37 brought ``gen_ai.provider.name``)."""
+
+# Point attributes. All have few values; an id or a text is never one of them.
+PROVIDER: Final = "gen_ai.provider.name"
+MODEL: Final = "gen_ai.request.model"
+METHOD: Final = "specdec.method"
+SOURCE: Final = "specdec.source"
+ENGINE_INDEX: Final = "specdec.engine.index"
+PROCESS: Final = "specdec.process"
+RATIO_SET: Final = "specdec.ratio_set"
+POSITION: Final = "specdec.position"
+REASON: Final = "specdec.reason"
+ERROR_TYPE: Final = "error.type"
+OVERFLOW: Final = "otel.metric.overflow"
+
+# Values of `SOURCE`: the same generation may be counted by both, so nothing ever sums over this attribute.
+ENGINE: Final = "engine"
+RESPONSE: Final = "response"
+
+# Values of `REASON`.
+DUPLICATE: Final = "duplicate"
+CONFLICT: Final = "conflict"
+INVALID: Final = "invalid"
+
+# Ratios, computed downstream only, and the value of `RATIO_SET` for a point that may enter none of them.
+ACCEPTANCE_LENGTH: Final = "acceptance_length"
+ACCEPT_RATE: Final = "accept_rate"
+TOKENS_PER_VERIFY: Final = "tokens_per_verify"
+NONE: Final = "none"
+
+MAX_POSITIONS: Final = 32
+"""Draft positions 0 to 31 have series of their own; accepted and proposed count the tokens beyond them all the same."""
+
+
+class Metric(str, Enum):
+    """The monotonic integer counters that this package emits: name, unit and meaning, side by side."""
+
+    unit: str
+    description: str
+
+    def __new__(cls, name: str, unit: str, description: str) -> Metric:
+        """Keep unit and description beside the name, which is the member's value."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.unit = unit
+        member.description = description
+        return member
+
+    ACCEPTED = (
+        "specdec.accepted_tokens",
+        "{token}",
+        "Draft tokens that verification accepted, without the bonus token and before stop-trimming.",
+    )
+    PROPOSED = (
+        "specdec.proposed_tokens",
+        "{token}",
+        "Valid draft tokens put to verification: no padding, none that the grammar invalidated.",
+    )
+    VERIFY = (
+        "specdec.verify_steps",
+        "{step}",
+        "Steps in which the target model verified at least one valid draft token of a generation.",
+    )
+    COMPLETION = (
+        "specdec.completion_tokens",
+        "{token}",
+        "Output tokens that the engine committed to a generation.",
+    )
+    EMITTED = (
+        "specdec.emitted_tokens",
+        "{token}",
+        "Tokens that verify steps really emitted, after trimming at EOS, stop token or length.",
+    )
+    GENERATIONS = (
+        "specdec.generations",
+        "{generation}",
+        "Finished generations (output sequences with at least one token).",
+    )
+    POSITION_ACCEPTED = (
+        "specdec.position.accepted_tokens",
+        "{token}",
+        "Accepted draft tokens by draft position.",
+    )
+    POSITION_PROPOSED = (
+        "specdec.position.proposed_tokens",
+        "{token}",
+        "Proposed draft tokens by draft position.",
+    )
+    DROPPED_REPORTS = (
+        "specdec.dropped_reports",
+        "{report}",
+        "Reports handed to a recorder that were not counted, by reason.",
+    )
+    ERRORS = (
+        "specdec.instrumentation.errors",
+        "{error}",
+        "Failures inside this instrumentation, all kept from the engine.",
+    )
+
+
+DRAIN: Final = "specdec.drain"
+"""The observable whose callback moves the pool's sums into the counters. It observes nothing, so nothing is exported."""
+
+RATIOS: Final[dict[str, tuple[Metric, Metric]]] = {
+    ACCEPTANCE_LENGTH: (Metric.EMITTED, Metric.VERIFY),
+    ACCEPT_RATE: (Metric.ACCEPTED, Metric.PROPOSED),
+    TOKENS_PER_VERIFY: (Metric.COMPLETION, Metric.VERIFY),
+}
+"""Each ratio's numerator and denominator. The one to look at first comes first."""
+
+
+def ratio_set(metric: Metric, holding: frozenset[str]) -> str:
+    """The value of `RATIO_SET` for a point of `metric` whose increment may enter the ratios `holding`.
+
+    Names are sorted and joined by commas; a counter names only ratios that it is a half of (`specdec.generations`:
+    any of them, for the coverage); `none` where nothing is left.
+    """
+    names = sorted(r for r in holding if metric is Metric.GENERATIONS or metric in RATIOS[r])
+    return ",".join(names) or NONE

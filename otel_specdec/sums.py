@@ -1,0 +1,266 @@
+"""Sums waiting for the next collection, one pool for each MeterProvider.
+
+Why: `Counter.add` costs 9 to 25 µs in today's SDK, so an engine's step must not call it. Hooks and recorders add to plain
+sums; the callback of one observable instrument (`names.DRAIN`) moves them into the counters. The SDK runs callbacks
+before it reads the synchronous instruments of the same collection, so every `force_flush`, shutdown and in-memory
+collection is exact, and no thread is needed.
+
+Where it runs: `add` on the caller's thread; a drain on the thread of whoever collects, under the SDK's collection lock:
+it never flushes and never creates an instrument.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from opentelemetry import context as otel_context
+from opentelemetry import metrics
+
+from otel_specdec import names
+from otel_specdec.instruments import Instruments
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+
+logger = logging.getLogger("otel_specdec")
+
+MAX_ATTRIBUTE_SETS: Final = 2_000
+"""Attribute sets of one counter, the overflow set included (the SDK's own limit, which older SDKs do not have)."""
+
+NO_SPAN: Final = otel_context.set_value(
+    otel_context.create_key("otel_specdec.no_generation"), True, otel_context.Context()
+)
+"""The context of everything that is not one generation's. It holds no span, and it is not empty: an empty one is falsy,
+and the SDK then takes the current context, so that a collection inside somebody's span would give our points its trace."""
+
+AttributeValue = str | int | bool
+
+
+class Series(NamedTuple):
+    """One counter under one set of point attributes, hashable."""
+
+    metric: names.Metric
+    attributes: tuple[tuple[str, AttributeValue], ...]
+
+    @classmethod
+    def of(cls, metric: names.Metric, attributes: Mapping[str, AttributeValue | None]) -> Series:
+        """The series of `metric` under `attributes`; those that are None are left out."""
+        return cls(metric, tuple(sorted((k, v) for k, v in attributes.items() if v is not None)))
+
+
+class Source(Protocol):
+    """Something that keeps sums of its own, in the cheapest form it can, until they are asked for."""
+
+    def take(self) -> Iterable[tuple[Series, int]]:
+        """What came since the last call (values ≥ 0). One call at a time, on the collecting thread."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will ever come again, so that the pool may forget it once it is empty."""
+
+
+class Pool:
+    """The pending sums of one MeterProvider. Thread-safe. Use `pool_for`, which makes one for each provider."""
+
+    def __init__(self, provider: MeterProvider) -> None:
+        self._lock = threading.Lock()
+        self._draining = threading.Lock()
+        self._pending: dict[Series, int] = {}
+        self._born: dict[names.Metric, set[Series]] = {metric: set() for metric in names.Metric}
+        self._sources: list[Source] = []
+        self._suffix = "" if _instance_id(provider) else f"-{secrets.token_hex(4)}"
+        self.recorder_process = f"recorder-{secrets.token_hex(4)}"
+        self._logged: set[str] = set()
+        self._muted = False
+        self._counters = Instruments(provider, self._drain).counters
+
+    def process(self, role: str) -> str:
+        """The value of `names.PROCESS` for an engine's `role` (`engine-0`, `tokenizer-2`) in this process.
+
+        Processes of one pod share the `service.instance.id` that Kubernetes gives them, so the role keeps their series
+        apart; where the resource has no instance id, a random suffix follows.
+        """
+        return role + self._suffix
+
+    def birth(self, all_series: Iterable[Series]) -> None:
+        """Begin these series at 0 now. Never call it inside a collection.
+
+        A series that is born inside a collection has its start equal to its time and loses its first increment in
+        Prometheus, whatever the flags.
+        """
+        for series in all_series:
+            admitted = self._admit(series)
+            self._emit(admitted, 0)
+
+    def add(self, increments: Iterable[tuple[Series, int]]) -> None:
+        """Add to the pending sums, all of `increments` before the next drain. Values are ≥ 0; 0 begins a series."""
+        increments = [(self._admit(series), value) for series, value in increments]
+        unborn = [series for series, _ in increments if series not in self._born[series.metric]]
+        if unborn:
+            self.birth(unborn)
+        with self._lock:
+            for series, value in increments:
+                self._pending[series] = self._pending.get(series, 0) + value
+
+    def attach(self, source: Source) -> None:
+        """Ask `source` for its sums at every drain from now on."""
+        with self._lock:
+            self._sources.append(source)
+
+    def error(self, error: BaseException, doing: str, source: str = names.ENGINE) -> None:
+        """Count a failure of ours under `names.Metric.ERRORS` and log its kind once. Never raises."""
+        try:
+            kind = type(error).__qualname__
+            series = Series.of(names.Metric.ERRORS, {names.ERROR_TYPE: kind, names.SOURCE: source})
+            with self._lock:
+                series = self._admit(series)
+                self._pending[series] = self._pending.get(series, 0) + 1
+                first = (where := f"{kind} while {doing}") not in self._logged and len(self._logged) < 100
+                if first:
+                    self._logged.add(where)
+            if first:
+                logger.warning(
+                    "otel_specdec failed while %s; the engine is not affected, %s counts it. Shown once.",
+                    doing,
+                    names.Metric.ERRORS.value,
+                    exc_info=error,
+                )
+        except Exception:  # whatever it was, it must not reach an engine
+            logger.debug("otel_specdec could not count an error", exc_info=True)
+
+    def _admit(self, series: Series) -> Series:
+        """The series itself, or the overflow series of its counter when the counter is full."""
+        born = self._born[series.metric]
+        if series in born or len(born) < MAX_ATTRIBUTE_SETS - 1:
+            return series
+        return Series(series.metric, ((names.OVERFLOW, True),))
+
+    def _emit(self, series: Series, value: int) -> None:
+        self._born[series.metric].add(series)
+        self._counters[series.metric].add(value, dict(series.attributes), context=NO_SPAN)
+
+    def _drain(self, _options: CallbackOptions) -> Iterable[Observation]:
+        with self._draining:
+            if self._muted:
+                return ()
+            with self._lock:
+                pending, self._pending = self._pending, {}
+                sources = list(self._sources)
+            for source in sources:
+                ended = source.ended  # before take(): what comes in between is taken
+                try:
+                    for series, value in source.take():
+                        series = self._admit(series)
+                        pending[series] = pending.get(series, 0) + value
+                except Exception as error:
+                    self.error(error, "reading the sums of a source")
+                if ended:
+                    with self._lock:
+                        self._sources.remove(source)
+            for series, value in pending.items():
+                if value or series not in self._born[series.metric]:
+                    try:
+                        self._emit(series, value)
+                    except Exception as error:
+                        self.error(error, "moving sums into the counters")
+        return ()
+
+    def after_fork_in_child(self) -> None:
+        """Forget what the parent did: it exports that itself, under its own resource."""
+        self._lock = threading.Lock()
+        self._draining = threading.Lock()
+        self._pending = {}
+        self._sources = []
+        self._born = {metric: set() for metric in names.Metric}
+        self.recorder_process = f"recorder-{secrets.token_hex(4)}"
+        if self._suffix:
+            self._suffix = f"-{secrets.token_hex(4)}"
+        self._muted = not all(map(_forget_streams, self._counters.values()))
+        if self._muted:
+            logger.warning(
+                "otel_specdec cannot clear the counts that this process inherited by fork from an instrumented one "
+                "(unknown OpenTelemetry SDK): it counts nothing here, lest they are exported twice."
+            )
+
+
+def _instance_id(provider: MeterProvider) -> object:
+    """The resource's `service.instance.id`, where the provider is the SDK's and has one (it has no public getter)."""
+    config = getattr(provider, "_sdk_config", None)
+    attributes = getattr(getattr(config, "resource", None), "attributes", None) or {}
+    return attributes.get("service.instance.id")
+
+
+def _forget_streams(counter: Any) -> bool:
+    """Clear what the SDK has aggregated for `counter`; False where this SDK's inside is not as known (1.30 to 1.45).
+
+    The SDK keeps no public way: a forked child goes on from the parent's sums and exports them under a resource of its
+    own (1,000 counted twice, measured).
+    """
+    counter = getattr(counter, "_real_instrument", counter)  # the API's proxy
+    if counter is None or not type(counter).__module__.startswith("opentelemetry.sdk."):
+        return True  # no SDK behind it: nothing was aggregated
+    storages = getattr(getattr(counter, "_measurement_consumer", None), "_reader_storages", None)
+    if not isinstance(storages, Mapping):
+        return False
+    for storage in storages.values():
+        streams = getattr(storage, "_instrument_view_instrument_matches", None)
+        if not isinstance(streams, dict):
+            return False
+        streams.pop(counter, None)
+    return True
+
+
+_pools: weakref.WeakKeyDictionary[MeterProvider, Pool] = weakref.WeakKeyDictionary()
+_pools_lock = threading.Lock()
+
+
+def pool_for(provider: MeterProvider | None = None) -> Pool:
+    """The one pool of `provider` (default: the global one), shared by all recorders and instrumentors.
+
+    One each, because the SDK hands back the first observable of a name and ignores a second callback without a word.
+    """
+    given = provider if provider is not None else metrics.get_meter_provider()
+    with _pools_lock:
+        pool = _pools.get(given)
+        if pool is None:
+            # A pool made before the application set its provider has proxies, which that provider has taken over.
+            early = _early_pool if given is metrics.get_meter_provider() else None
+            pool = early if early is not None else Pool(given)
+            _pools[given] = pool
+            if _is_proxy(given):
+                _remember_early(pool)
+        return pool
+
+
+_early_pool: Pool | None = None
+
+
+def _remember_early(pool: Pool) -> None:
+    global _early_pool
+    _early_pool = pool
+
+
+def _is_proxy(provider: MeterProvider) -> bool:
+    return type(provider).__name__ == "_ProxyMeterProvider"
+
+
+def has_provider() -> bool:
+    """Whether the process has a global MeterProvider that was really set."""
+    return not _is_proxy(metrics.get_meter_provider())
+
+
+def _after_fork_in_child() -> None:
+    global _pools_lock
+    _pools_lock = threading.Lock()
+    for pool in list(_pools.values()):
+        pool.after_fork_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

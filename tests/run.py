@@ -1,0 +1,179 @@
+"""Runs suites of tests, each part in a pytest process of its own, to the end, and sums up on the last line.
+
+    python tests/run.py unit pythons vllm
+
+`make` calls it, with the Python that it makes environments with. A test module with a real engine gets a process of
+its own because the engine stays in it (or in a server that it starts), as do the metrics' global providers.
+
+Needs nothing but the standard library. Fails if a test failed, a part ran out of time or a part ran no test at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+VENVS = Path("build/venvs")
+REPORTS = Path("build/reports")
+LIMIT_S = float(os.environ.get("TEST_LIMIT_S", 20 * 60))
+"""What one part may take, in seconds."""
+
+SUPPORTED = ("3.10", "3.11", "3.12", "3.13", "3.14")
+STARTED = time.monotonic()
+
+
+class Part(NamedTuple):
+    """One pytest process."""
+
+    name: str
+    venv: Path
+    target: Path
+    python: str | None = None
+    """The Python to make `venv` with, where make has not done so before."""
+
+
+def say(text: str) -> None:
+    # Flushed, so that it stands before the output of the process that follows.
+    print(f"[{time.monotonic() - STARTED:6.0f} s] {text}", flush=True)
+
+
+def unit() -> Iterator[Part]:
+    yield Part("unit", VENVS / "dev", Path("tests/unit"))
+
+
+def pythons() -> Iterator[Part]:
+    """The unit tests on every other supported Python of this machine."""
+    for version in SUPPORTED:
+        if version == "{}.{}".format(*sys.version_info):
+            continue  # the suite `unit` runs on that one
+        if python := find_python(version):
+            yield Part(f"unit on {version}", VENVS / f"python{version}", Path("tests/unit"), python)
+        else:
+            say(f"unit on {version}: NOT RUN, this machine has no python{version}")
+
+
+def vllm() -> Iterator[Part]:
+    return modules(Path("tests/vllm"), VENVS / "vllm")
+
+
+def modules(folder: Path, venv: Path) -> Iterator[Part]:
+    # Of an empty folder the folder itself, so that its pytest fails for want of tests.
+    for module in sorted(folder.glob("test_*.py")) or [folder]:
+        yield Part(f"{folder.name} {module.stem.removeprefix('test_')}", venv, module)
+
+
+SUITES: dict[str, Callable[[], Iterator[Part]]] = {"unit": unit, "pythons": pythons, "vllm": vllm}
+
+
+def find_python(version: str) -> str | None:
+    pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")
+    for python in [f"python{version}", *map(str, sorted(pyenv))]:
+        # Asked, not only found: pyenv has a shim on PATH for every version, and those not chosen fail.
+        if version_of(python) == version:
+            return python
+    return None
+
+
+def version_of(python: str) -> str | None:
+    ask = [python, "-c", "import sys; print('{}.{}'.format(*sys.version_info))"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def make_venv(venv: Path, python: str) -> bool:
+    command = ["make", "--silent", f"PYTHON={python}", f"{venv}/.ready"]
+    # Without the settings of the make that may have started this process.
+    env = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
+    return subprocess.run(command, check=False, env=env).returncode == 0
+
+
+def run(part: Part) -> Counter[str]:
+    """Runs one part; the counts are of tests `passed`, `failed` and `skipped`."""
+    say(f"{part.name}: {part.target}")
+    started = time.monotonic()
+    report = REPORTS / f"{part.name.replace(' ', '-')}.xml"
+    report.unlink(missing_ok=True)
+    if part.python and not make_venv(part.venv, part.python):
+        problem: str | None = f"{part.venv} could not be made with {part.python}"
+    else:
+        problem = run_pytest(part, report)
+    counts = read_report(report)
+    # What is wrong without being one test's fault is one more failure.
+    if problem and not counts["failed"]:
+        counts["failed"] += 1
+    remark = f" ({problem})" if problem else ""
+    say(f"{part.name}: {summary(counts)}{remark}, {time.monotonic() - started:.0f} s")
+    return counts
+
+
+def run_pytest(part: Part, report: Path) -> str | None:
+    """Returns what went wrong, if anything did. Nothing that pytest started in its process group outlives it."""
+    command: list[str | Path] = [part.venv / "bin/python", "-m", "pytest", part.target, f"--junitxml={report}"]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        return str(error)
+    try:
+        status = process.wait(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        # First as ctrl-C would: pytest says where it was, and the fixtures stop what they started.
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+        report.unlink(missing_ok=True)  # it would count the test that was cut off as passed
+        return f"ended after {LIMIT_S:.0f} s, its limit"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return {0: None, 5: "no test ran"}.get(status, f"pytest's exit status is {status}")
+
+
+def read_report(report: Path) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            if case.find("failure") is not None or case.find("error") is not None:
+                counts["failed"] += 1
+            elif (skipped := case.find("skipped")) is not None and skipped.get("type") != "pytest.xfail":
+                counts["skipped"] += 1
+            else:
+                counts["passed"] += 1
+    return counts
+
+
+def summary(counts: Counter[str]) -> str:
+    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+    return f"{counts['passed']} passed, {counts['failed']} failed{skipped}"
+
+
+def main(names: list[str]) -> int:
+    if not names or not set(names) <= SUITES.keys():
+        print(f"usage: run.py SUITE...   (of {', '.join(SUITES)})", file=sys.stderr)
+        return 2
+    os.chdir(ROOT)
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    total: Counter[str] = Counter()
+    for name in names:
+        for part in SUITES[name]():
+            total.update(run(part))
+    say("done")
+    # Alone on its line and the last one: it is read by machines.
+    print(summary(total), flush=True)
+    return 1 if total["failed"] or not total["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
