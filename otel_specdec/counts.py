@@ -6,7 +6,7 @@ Engine-neutral and free of OpenTelemetry; pure functions on small values. Meanin
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +27,9 @@ def _count(owner: str, name: str, value: object) -> int:
     except TypeError:
         raise TypeError(f"{owner}.{name} must be an integer or None, not {type(value).__name__}") from None
     if not 0 <= number <= LARGEST:
-        raise ValueError(f"{owner}.{name} must lie in 0 … 2**63 - 1, not {number}")
+        # Python refuses to print an integer of more than 4,300 digits.
+        shown = number if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
+        raise ValueError(f"{owner}.{name} must lie in 0 … 2**63 - 1, not {shown}")
     return number
 
 
@@ -157,6 +159,8 @@ class GenerationReport:
         for name in ("accepted_by_position", "proposed_by_position"):
             value = getattr(self, name)
             if value is not None:
+                if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping, Set)):
+                    raise TypeError(f"{name} must be a sequence of integers or None, not {type(value).__name__}")
                 checked = tuple(_count("GenerationReport", name, each) for each in value)
                 object.__setattr__(self, name, checked)
 

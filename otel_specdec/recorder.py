@@ -39,13 +39,13 @@ Identity = tuple[str | None, str]
 class _Running:
     """What is known of a generation that has not finished."""
 
-    __slots__ = ("accepted_by_position", "added", "holding", "known", "positions_known", "proposed_by_position")
+    __slots__ = ("accepted_by_position", "added", "holding", "known", "proposed_by_position")
 
     def __init__(self) -> None:
-        self.added = [0] * len(COUNT_FIELDS)  # what the counters already have, by COUNT_FIELDS
+        # By COUNT_FIELDS: what the counters already have (None: never reported), and whether the last report knew it.
+        self.added: list[int | None] = [None] * len(COUNT_FIELDS)
         self.known = [True] * len(COUNT_FIELDS)  # a generation starts at known zeros
         self.holding = ALL_RATIOS  # the ratios that held in every increment so far
-        self.positions_known = True
         self.accepted_by_position: Sequence[int] = ()
         self.proposed_by_position: Sequence[int] = ()
 
@@ -82,7 +82,8 @@ class SpecDecRecorder:
         self._remembered = remembered
         self._lock = threading.Lock()
         self._running: OrderedDict[Identity, _Running] = OrderedDict()
-        self._finished: OrderedDict[Identity, SpecCounts] = OrderedDict()
+        # The final report's counts, and the last known ones, which differ where the final report knew less.
+        self._finished: OrderedDict[Identity, tuple[SpecCounts, SpecCounts]] = OrderedDict()
         self._logged: set[str] = set()
         _recorders.add(self)
 
@@ -91,17 +92,20 @@ class SpecDecRecorder:
 
         Anything that is not a `GenerationReport` is dropped, counted as `invalid` and logged once.
         """
-        if not isinstance(report, GenerationReport):
-            self._log_once(
-                names.INVALID,
-                f"otel_specdec: record() takes a GenerationReport, not {type(report).__name__}; it was dropped.",
-            )
-            self._pool.add([(self._dropped(names.INVALID), 1)])
-            return
         with self._lock:
-            increments = self._increments(report)
+            increments = self._increments(report) if isinstance(report, GenerationReport) else self._invalid(report)
             if increments:
                 self._pool.add(increments)
+
+    def _invalid(self, report: object) -> list[tuple[Series, int]]:
+        self._log_once(
+            names.INVALID,
+            "otel_specdec: record() takes a GenerationReport, not %s; it was dropped. Shown once; %s counts them.",
+            type(report).__name__,
+            names.Metric.DROPPED_REPORTS.value,
+        )
+        # Where nothing speculates there is not one point, this one included.
+        return [] if self._speculation is False else [(self._dropped(names.INVALID), 1)]
 
     def _increments(self, report: GenerationReport) -> list[tuple[Series, int]]:
         if self._speculation is False:
@@ -121,8 +125,8 @@ class SpecDecRecorder:
                 return []
             running = _Running()
         counts = [getattr(report.counts, field) for field in COUNT_FIELDS]
-        higher = any(new is not None and new > old for new, old in zip(counts, running.added))
-        lower = any(new is not None and new < old for new, old in zip(counts, running.added))
+        higher = any(new is not None and new > (old or 0) for new, old in zip(counts, running.added))
+        lower = any(new is not None and new < (old or 0) for new, old in zip(counts, running.added))
         if not report.finished and not higher:
             return []  # late
         if lower:
@@ -133,7 +137,8 @@ class SpecDecRecorder:
         if report.finished:
             increments.append((self._series(report, names.Metric.GENERATIONS, running.holding), 1))
             self._running.pop(identity, None)
-            self._finished[identity] = report.counts
+            known = SpecCounts(*running.added)
+            self._finished[identity] = (report.counts, report.counts if known == report.counts else known)
             if len(self._finished) > self._remembered:
                 self._finished.popitem(last=False)
         else:
@@ -149,13 +154,13 @@ class SpecDecRecorder:
         return increments
 
     def _after_finish(self, identity: Identity, report: GenerationReport) -> list[tuple[Series, int]]:
-        final = self._finished[identity]
+        final, known = self._finished[identity]
         if report.finished:
             if report.counts == final:
                 return [(self._dropped(names.DUPLICATE), 1)]
             return self._conflict(identity)
         for field in COUNT_FIELDS:
-            new, old = getattr(report.counts, field), getattr(final, field)
+            new, old = getattr(report.counts, field), getattr(known, field)
             if new is not None and old is not None and new > old:
                 return self._conflict(identity)
         return []  # late
@@ -165,8 +170,9 @@ class SpecDecRecorder:
             names.CONFLICT,
             "otel_specdec: a report of generation %r contradicts an earlier one of the same session and id; it was "
             "dropped, the counts of the earlier stay. Ids that come back with other generations need a session_id. "
-            "Shown once; specdec.dropped_reports counts them.",
+            "Shown once; %s counts them.",
             identity[1][:200],
+            names.Metric.DROPPED_REPORTS.value,
         )
         return [(self._dropped(names.CONFLICT), 1)]
 
@@ -174,7 +180,7 @@ class SpecDecRecorder:
         self, running: _Running, report: GenerationReport, counts: list[int | None]
     ) -> list[tuple[Series, int]]:
         """Move `running` on to what `report` says, and return what that adds."""
-        differences = [None if new is None else new - old for new, old in zip(counts, running.added)]
+        differences = [None if new is None else new - (old or 0) for new, old in zip(counts, running.added)]
         # A half of a ratio counts only where it was known at both ends of the increment.
         increment = SpecCounts(
             *(diff if known else None for diff, known in zip(differences, running.known))
@@ -192,9 +198,9 @@ class SpecDecRecorder:
         return added
 
     def _positions(self, running: _Running, report: GenerationReport) -> list[tuple[Series, int]]:
+        """What the positions add since they were last known and consistent, both halves together or neither."""
         accepted, proposed = report.accepted_by_position, report.proposed_by_position
-        if accepted is None or proposed is None or not running.positions_known:
-            running.positions_known = False
+        if accepted is None or proposed is None:
             return []
         differences = []
         for metric, new, old in (
@@ -204,7 +210,6 @@ class SpecDecRecorder:
             differences.append([count - (old[i] if i < len(old) else 0) for i, count in enumerate(new)])
         consistent = len(accepted) == len(proposed) and len(accepted) >= len(running.accepted_by_position)
         if not consistent or any(not 0 <= a <= p for a, p in zip(*differences)):
-            running.positions_known = False
             return []
         running.accepted_by_position, running.proposed_by_position = accepted, proposed
         attributes = self._attributes(report)

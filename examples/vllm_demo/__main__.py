@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from examples.vllm_demo.otlp_receiver import OtlpReceiver
-from examples.vllm_demo.report import Counters, Run, render, render_nothing
+from examples.vllm_demo.report import Counters, Run, Stage, render, render_nothing
 from examples.vllm_demo.server import ServerError, VllmServer, otlp_environment
 from examples.vllm_demo.tiny_model import ModelError, ensure_models
 from examples.vllm_demo.traffic import Answer, Ask, aborted, greedy_mix, sampled, send_now
@@ -117,23 +117,28 @@ def demo(options: argparse.Namespace, console: Console) -> bool:
 def _observe(
     options: argparse.Namespace, console: Console, steps: Steps, receiver: OtlpReceiver, server: VllmServer
 ) -> bool:
-    """Send the traffic and read the counters: once before any client hangs up, and once at the end."""
-    with steps.step("Traffic"):
-        answers = _send(greedy_mix() * options.rounds, steps, server)
+    """Send the traffic in three stages, by how much of it the clients get, and read the counters after each."""
+    mix = greedy_mix() * options.rounds
+
+    def counted(answers: list[Answer]) -> Stage:
+        with steps.step("Its counters"):
+            _settle(receiver, options.interval_ms, steps)
+        return Stage(answers, Counters.read(receiver))
+
+    with steps.step("Traffic, answered in full"):
+        answers = _send([ask for ask in mix if not ask.body.get("stop")], steps, server)
         answers += _send(sampled(), steps, server)  # alone: see there
-    with steps.step("Counters"):
-        _settle(receiver, options.interval_ms, steps)
-    settled = Counters.read(receiver)
+    whole = counted(answers)
+    with steps.step("Traffic, ended by stop strings"):
+        answers = _send([ask for ask in mix if ask.body.get("stop")], steps, server)
+    stopped = counted(answers)
     with steps.step("Clients that hang up"):
-        aborts = _send(aborted() * options.rounds, steps, server)
-    with steps.step("Counters again"):
-        _settle(receiver, options.interval_ms, steps)
-    samples = server.metrics()
-    final = Counters.read(receiver)
-    if not final:
-        render_nothing((point.metric for point in receiver.points()), [*answers, *aborts], samples, console)
-        return False
-    return render(Run(settled, final, answers, aborts, samples), console)
+        answers = _send(aborted() * options.rounds, steps, server)
+    run = Run(whole, stopped, counted(answers), server.metrics())
+    if run.final:
+        return render(run, console)
+    render_nothing((point.metric for point in receiver.points()), run.answers, run.samples, console)
+    return False
 
 
 def _send(asks: Sequence[Ask], steps: Steps, server: VllmServer) -> list[Answer]:
@@ -180,11 +185,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--served-name", default="tiny", help="the model's name in the API and on the counters (tiny)")
     parser.add_argument("--rounds", type=int, default=3, help="how often the mix of requests is sent (3)")
-    parser.add_argument("--interval-ms", type=int, default=2000, help="how often the counters are exported (2000)")
+    parser.add_argument("--interval-ms", type=int, default=2000, help="milliseconds between exports (2000)")
     parser.add_argument("--start-seconds", type=float, default=300, help="how long the server may take to start (300)")
     options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.interval_ms < 100:
-        parser.error("--rounds must be at least 1, --interval-ms at least 100")
+    if options.rounds < 1 or not 100 <= options.interval_ms <= 5000:
+        parser.error("--rounds must be at least 1, --interval-ms from 100 to 5000")
     return options
 
 

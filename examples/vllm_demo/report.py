@@ -7,13 +7,14 @@ ratios that their `specdec.ratio_set` names, and no others. Reading and arithmet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +39,7 @@ _TITLES = {
     ACCEPT_RATE: "accept rate",
     TOKENS_PER_VERIFY: "tokens per verify",
 }
-_BAR = 30  # cells of a full bar
+_BAR = 24  # cells of a full bar
 # Counted in the frontend, where the package does that: a version that does not leaves those tokens unexplained.
 _TRIMMED = next((metric for metric in Metric if metric.value == "specdec.trimmed_tokens"), None)
 
@@ -190,44 +191,66 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Run:
-    """All that one run of the demo gave. `settled` was read before any client hung up, `final` at the end."""
+class Stage:
+    """Requests that ended in one way, and the counters as they were when all of it had arrived."""
 
-    settled: Counters
-    final: Counters
     answers: Sequence[Answer]
-    aborts: Sequence[Answer]
+    counters: Counters
+
+    @property
+    def received(self) -> int:
+        """The token ids that clients got."""
+        return sum(answer.tokens for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that one run of the demo gave, its stages in the order they were run; `samples` are vLLM's, at the end."""
+
+    whole: Stage
+    """Answered in full: by length, by the model's own end, by a stop token, by a grammar."""
+    stopped: Stage
+    """Ended by a stop string, which the frontend finds in the text after the engine has gone on."""
+    aborted: Stage
+    """Clients that hung up in mid-stream."""
     samples: Samples
+
+    @property
+    def final(self) -> Counters:
+        return self.aborted.counters
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [*self.whole.answers, *self.stopped.answers, *self.aborted.answers]
+
+    def committed(self) -> tuple[int | float, int | float, int | float]:
+        """The tokens that the engine committed in each stage."""
+        whole, stopped, aborted = (
+            stage.counters.total(Metric.COMPLETION) or 0 for stage in (self.whole, self.stopped, self.aborted)
+        )
+        return whole, stopped - whole, aborted - stopped
 
     def findings(self) -> list[Finding]:
         """What must be true of the counters and of what the clients got."""
-        completion = self.settled.total(Metric.COMPLETION) or 0
-        got = sum(answer.tokens for answer in self.answers)
-        trimmed = self.settled.trimmed
-        clients = f"committed {_n(completion)}, clients got {_n(got)} token ids"
-        if trimmed is None and completion != got:
-            clients += f": no specdec.trimmed_tokens came to explain {_n(completion - got)}"
-        else:
-            clients += f", trimmed {_n(trimmed or 0)}: committed − trimmed is what clients got"
-        aborted = (self.final.total(Metric.COMPLETION) or 0) - completion
-        aborted_got = sum(answer.tokens for answer in self.aborts)
-        generations = self.final.total(Metric.GENERATIONS) or 0
-        sent = len(sequences([*self.answers, *self.aborts]))
+        whole, stopped, aborted = self.committed()
+        trimmed = self.stopped.counters.trimmed
+        generations, number = self.final.total(Metric.GENERATIONS) or 0, len(sequences(self.answers))
         errors = self.final.total(Metric.ERRORS) or 0
-        known = [answer.as_expected() for answer in (*self.answers, *self.aborts)]
+        known = [right for answer in self.answers if (right := answer.as_expected()) is not None]
         return [
-            Finding(clients, completion - (trimmed or 0) == got),
+            Finding("answered in full: every token committed was received, and no other", whole == self.whole.received),
             Finding(
-                f"aborted streams: {_n(aborted)} committed, {_n(aborted_got)} of them received", aborted >= aborted_got
+                "stop strings: what was committed and not trimmed was received"
+                if trimmed is not None
+                else "stop strings: no more was received than committed (nobody counts what was trimmed)",
+                stopped - trimmed == self.stopped.received if trimmed is not None else stopped >= self.stopped.received,
             ),
+            Finding("aborts: no more was received than committed", aborted >= self.aborted.received),
             Finding(
-                f"generations counted: {_n(generations)}, sequences at the clients: {_n(sent)}", generations == sent
+                f"{_n(generations)} generations counted, {_n(number)} sequences at the clients", generations == number
             ),
-            Finding(
-                f"answers are those of plain greedy decoding: {known.count(True)} of {len(known) - known.count(None)}",
-                False not in known,
-            ),
-            Finding(f"errors of the instrumentation: {_n(errors)}", errors == 0),
+            Finding(f"{known.count(True)} of {len(known)} greedy answers are those of plain decoding", all(known)),
+            Finding(f"{_n(errors)} errors of the instrumentation", errors == 0),
         ]
 
 
@@ -236,25 +259,35 @@ def render(run: Run, console: Console) -> bool:
     console.print()
     console.print(_counters_table(run.final))
     console.print(_ratios_table(run.final))
-    console.print(
-        "  The acceptance length is the one to look at first: it compares across engines. Tokens per verify compares\n"
-        "  with nothing else: steps without drafts add completion and no verify, so on n-gram nothing bounds it.",
-        style="dim",
+    _note(
+        console,
+        "Acceptance length is the one to look at first: it compares across engines. Tokens per verify compares with "
+        "nothing else: steps without drafts add completion and no verify, so with n-gram drafts it has no upper bound.",
     )
-    console.print()
     console.print(_averages_table(run))
-    console.print(
-        "  A mean over requests weighs 2 tokens like 300, and misses what does not report: stop strings, aborts, n > 1."
-        "\n  vLLM's own length counts drafts accepted behind a stop or a limit, which nobody was given, and padding.",
-        style="dim",
+    _note(
+        console,
+        "A mean over requests weighs 2 tokens like 300, and misses the requests that report nothing: stop strings, "
+        "aborts, n > 1. vLLM's own length counts drafts accepted behind a stop or a limit, which nobody was given, and "
+        "padding.",
     )
-    console.print()
     console.print(_positions_table(run))
+    _note(
+        console,
+        "vLLM's documented rate divides by all drafts, also by those too short to have anything at the position.",
+    )
     console.print(_reconciliation_table(run))
+    trimmed = run.stopped.counters.trimmed
+    _note(
+        console,
+        "Committed is specdec.completion_tokens. The frontend finds a stop string when the engine has gone on already: "
+        f"what is behind it is trimmed ({'not counted here' if trimmed is None else f'{_n(trimmed)} counted'}). "
+        "After a client hung up the engine goes on until it hears of it.",
+    )
     findings = run.findings()
     for finding in findings:
-        mark = Text("  ✓ " if finding.holds else "  ✗ ", style="green" if finding.holds else "bold red")
-        console.print(mark.append(finding.statement, style="default"))
+        mark = Text("✓" if finding.holds else "✗", style="green" if finding.holds else "bold red")
+        console.print(mark.append(f" {finding.statement}", style="default"))
     console.print()
     return all(finding.holds for finding in findings)
 
@@ -277,33 +310,35 @@ def render_nothing(received: Iterable[str], answers: Sequence[Answer], samples: 
     )
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A table in the report's one style: the first column to the left, numbers to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=True)
+def _note(console: Console, text: str) -> None:
+    """A remark below a table, in lines of a length that reads well."""
+    console.print(Padding(Text(text, style="dim"), (0, 0, 1, 2)), width=min(console.width, 112))
+
+
+def _table(title: str, *columns: str, text: Collection[int] = (0,), wrap: int | None = None) -> Table:
+    """A table in the report's one style: numbers to the right, text to the left; column `wrap` gives way."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        table.add_column(column, justify="left" if number in text else "right", no_wrap=number != wrap, overflow="fold")
     return table
 
 
 def _counters_table(counters: Counters) -> Table:
-    table = _table(
-        "Raw counters (the last value of every stream, summed)", "counter", "sum", "unit", "series", "ratio_set"
-    )
-    table.columns[-1].justify = "left"
-    table.columns[-1].no_wrap = False
+    title = "Raw counters: specdec.*, the last value of every stream, summed"
+    table = _table(title, "counter", "sum", "unit", "series", "ratio_set", text=(0, 2, 4), wrap=4)
     for metric in Metric:
         value = counters.total(metric)
         if value is None:
             continue
-        sets = " | ".join(counters.ratio_sets(metric))
-        table.add_row(metric.value, _n(value), metric.unit, str(len(counters.streams[metric])), sets or "–")
+        name = metric.value.removeprefix("specdec.")
+        sets = " | ".join(counters.ratio_sets(metric)).replace(",", ", ")  # where a line may break
+        table.add_row(name, _n(value), metric.unit.strip("{}"), str(len(counters.streams[metric])), sets or "–")
     return table
 
 
 def _ratios_table(counters: Counters) -> Table:
-    table = _table(
-        "Pooled ratios (sums first, then one quotient)", "ratio", "value", "numerator / denominator", "coverage"
-    )
+    title = "Pooled ratios: sums first, then one quotient"
+    table = _table(title, "ratio", "value", "numerator / denominator", "coverage", wrap=3)
     for name, (numerator, denominator) in RATIOS.items():
         ratio = counters.ratio(name)
         table.add_row(
@@ -316,18 +351,19 @@ def _ratios_table(counters: Counters) -> Table:
 
 
 def _averages_table(run: Run) -> Table:
-    table = _table("Beside them: averages of ratios", "", *(_TITLES[name] for name in RATIOS))
+    table = _table("Beside them: averages of ratios", "", *(_TITLES[name] for name in RATIOS), wrap=0)
     pooled = {name: run.final.ratio(name).value for name in RATIOS}
     table.add_row(
         Text("pooled: Σ / Σ, from OTLP", style="bold"),
-        *(Text(_ratio(name, pooled[name]), style="bold green") for name in RATIOS),
+        # as wide as the others, whose deviation follows the number
+        *(Text(_ratio(name, pooled[name]), style="bold green").append(" " * 9) for name in RATIOS),
     )
-    for average in averages([*run.answers, *run.aborts], run.samples):
+    for average in averages(run.answers, run.samples):
         cells = []
         for name in RATIOS:
             value, right = average.values.get(name), pooled[name]
             if value is None or not right:
-                cells.append(Text("–", style="dim"))
+                cells.append(Text("–" + " " * 9, style="dim"))
                 continue
             off = value / right - 1
             style = "red" if abs(off) >= 0.005 else "default"
@@ -337,44 +373,29 @@ def _averages_table(run: Run) -> Table:
 
 
 def _positions_table(run: Run) -> Table:
-    table = _table(
-        "Accept rate by draft position", "position", "accepted / proposed", "rate", "", "vLLM: accepted / all drafts"
-    )
-    table.columns[3].justify = "left"
+    title = "Accept rate by draft position"
+    table = _table(title, "position", "accepted / proposed", "rate", "", "vLLM's", text=(0, 3))
     drafts = total(run.samples, "vllm:spec_decode_num_drafts_total")
     for position, accepted, proposed in run.final.positions():
         rate = accepted / proposed
+        cells = round(rate * _BAR)
         own = total(run.samples, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(position))
         table.add_row(
             str(position),
             f"{_n(accepted)} / {_n(proposed)}",
             f"{rate:.1%}",
-            Text("█" * round(rate * _BAR), style="green").append("·" * (_BAR - round(rate * _BAR)), style="dim"),
+            Text("█" * cells, style="green").append("·" * (_BAR - cells), style="dim"),
             f"{own / drafts:.1%}" if own is not None and drafts else "–",
         )
     return table
 
 
 def _reconciliation_table(run: Run) -> Table:
-    table = _table("Where every token went", "", "tokens", "")
-    table.columns[2].justify = "left"
-    completion, trimmed = run.settled.total(Metric.COMPLETION) or 0, run.settled.trimmed
-    got = sum(answer.tokens for answer in run.answers)
-    table.add_row("engine committed", _n(completion), f"{Metric.COMPLETION.value}, before any client hung up")
-    table.add_row(
-        "− trimmed in the frontend",
-        "unknown" if trimmed is None else _n(trimmed),
-        "behind a stop string: the engine went on until it was told",
-    )
-    number = len(sequences(run.answers))
-    table.add_row("= token ids at the clients", Text(_n(got), style="bold"), f"{number} sequences", end_section=True)
-    aborted = (run.final.total(Metric.COMPLETION) or 0) - completion
-    aborted_got = sum(answer.tokens for answer in run.aborts)
-    table.add_row("engine committed to aborts", _n(aborted), f"{len(run.aborts)} clients that hung up in mid-stream")
-    table.add_row(
-        "− never received", _n(aborted - aborted_got), "on its way, or made before the abort reached the engine"
-    )
-    table.add_row("= token ids at the clients", Text(_n(aborted_got), style="bold"), "up to where they stopped reading")
+    table = _table("Where every token went", "", "sequences", "committed", "received", "difference")
+    stages = (("answered in full", run.whole), ("stop string", run.stopped), ("client hung up", run.aborted))
+    for (title, stage), committed in zip(stages, run.committed(), strict=True):
+        number, received = len(sequences(stage.answers)), stage.received
+        table.add_row(title, _n(number), _n(committed), _n(received), _n(committed - received))
     return table
 
 
@@ -392,7 +413,7 @@ def _ratio(name: str, value: float | None) -> str:
 def _covered(ratio: Ratio) -> str:
     if ratio.coverage is None:
         return "no generations"
-    return f"{ratio.coverage:.0%} ({_n(ratio.covered)} of {_n(ratio.generations)})"
+    return f"{ratio.coverage:.0%} ({_n(ratio.covered)}/{_n(ratio.generations)})"
 
 
 def _n(value: int | float) -> str:

@@ -109,7 +109,7 @@ class VllmServer:
     instrument: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     extra_args: Sequence[str] = ()
-    max_model_len: int = 512
+    max_model_len: int = 2048
     max_num_seqs: int = 16
     kv_cache_bytes: int = 64 << 20
     port: int = 0
@@ -157,7 +157,7 @@ class VllmServer:
     def start(self) -> VllmServer:
         """Start and wait until `/health` answers; ServerError if it ends before, or not within `start_seconds`.
 
-        Where a server was stopped, a new one is started on the same port, its log appended.
+        After a `stop` it starts a new one on the same port; in a `work_dir` its output follows in the same log.
         """
         if self._process is not None:
             raise RuntimeError("the server is running")

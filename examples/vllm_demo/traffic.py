@@ -117,10 +117,12 @@ def chat(name: str, text: str, max_tokens: int, **body: Any) -> Ask:
 def greedy_mix() -> list[Ask]:
     """Every way to end that a client can ask for, with drafts that are right, partly right, wrong and none at all."""
     known = LETTERS + "ab"  # an alphabet, and two letters of the next: every draft after it is right
+    misleading = "9".join(LETTERS[:15]) + "9a"  # every letter was followed by a 9 before: every draft is wrong
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     return [
         complete("long, drafts right", known, 300),
         complete("long, streamed", LETTERS * 4 + "ab", 200, **stream),
+        *(complete(f"{tokens} tokens, drafts wrong", misleading, tokens) for tokens in (4, 6, 8, 10)),
         complete("drafts partly right", "abcdexxxabcdefgyyyab", 24),
         complete("no drafts at all", "5", 8),
         complete("ends by itself", "UVWXYZ-UV", 40),
@@ -161,10 +163,13 @@ def sampled() -> list[Ask]:
 
 
 def aborted() -> list[Ask]:
-    """Clients that hang up in mid-stream, long before the end."""
+    """Clients that hang up in mid-stream, long before the end: they ask for all that the tiny model's window holds.
+
+    The engine makes some thousand tokens a second and hears of it late: of 400 tokens none may be left to stop.
+    """
     return [
-        complete("hangs up", LETTERS + "ab", 470, stream=True, hang_up_after=12),
-        complete("hangs up at once", LETTERS * 2 + "kl", 440, stream=True, hang_up_after=1),
+        complete("hangs up", LETTERS + "ab", 1900, stream=True, hang_up_after=12),
+        complete("hangs up at once", LETTERS * 2 + "kl", 1900, stream=True, hang_up_after=1),
     ]
 
 

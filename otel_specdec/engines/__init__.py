@@ -6,9 +6,9 @@ engines. A new engine is one new module here that calls an `EngineListener`, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from otel_specdec.counts import SpecCounts
 
@@ -23,6 +23,9 @@ class EngineDescription:
         method: the drafting method.
         max_drafts: most draft tokens of one step (k, ≥ 1); 0 where it is not known.
         index: data-parallel rank (≥ 0).
+        ratios: the ratios that this engine can be expected to know for every generation; their series begin at 0 when
+            the engine comes up.
+        role: what the process is to the engine (`specdec.process`): `engine-0`, `tokenizer-2`; "" for `engine-<index>`.
     """
 
     provider: str
@@ -30,25 +33,75 @@ class EngineDescription:
     method: str
     max_drafts: int
     index: int
+    ratios: frozenset[str]
+    role: str = ""
 
 
 @dataclass(slots=True)
 class Increment:
     """What an engine did since it was last asked: sums over generations (tokens, steps, finished generations; all ≥ 0).
 
-    The positions go from 0 up, both lists of one length.
+    Attributes:
+        counts: sums of the counters; None is unknown and adds nothing.
+        generations: generations that finished.
+        ratios: the ratios that all of this may enter (`specdec.ratio_set`); None: whatever `counts` themselves say.
+            Increments that may enter different ratios are different `Increment`s, and so are finished generations of
+            which different ratios held all their life.
+        accepted_by_position: accepted draft tokens by position, from 0 up (tokens).
+        proposed_by_position: proposed draft tokens by position, of the same length (tokens).
     """
 
     counts: SpecCounts
     generations: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-    proposed_by_position: list[int] = field(default_factory=list)
+    ratios: frozenset[str] | None = None
+    accepted_by_position: Sequence[int] = ()
+    proposed_by_position: Sequence[int] = ()
+
+
+class TraceIds(NamedTuple):
+    """A request's own trace context, as the engine holds it."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+
+
+@dataclass(slots=True)
+class Picked:
+    """A finished generation that is to be named by exemplars.
+
+    Attributes:
+        response_id: exactly the id that the client got.
+        finished_unix_nano: when it finished.
+        order: a uniform random number in [0, 1) drawn at its birth; of several, the lowest ones are kept.
+        increments: what it did since the engine was last asked, its finish included. They are part of the sums that
+            come with it, never on top of them.
+        choice: which of the request's sequences it is (`1`, `0.2`: prompt index, child index), where it has several.
+        session_id: the session that the request belongs to.
+        trace: the request's trace context: W3C headers (`traceparent`), or the ids.
+    """
+
+    response_id: str
+    finished_unix_nano: int
+    order: float
+    increments: Sequence[Increment]
+    choice: str | None = None
+    session_id: str | None = None
+    trace: Mapping[str, str] | TraceIds | None = None
+
+
+@dataclass(slots=True)
+class Taken:
+    """What came since an engine was last asked, and the finished generations picked from it (at most 4)."""
+
+    increments: Sequence[Increment]
+    picked: Sequence[Picked] = field(default_factory=list)
 
 
 class Tally(Protocol):
-    """An engine's sums. Written by the engine's thread without a lock, read by whoever collects."""
+    """An engine's sums. Written by the engine's thread, which never waits for a reader; read by whoever collects."""
 
-    def take(self) -> Iterable[Increment]:
+    def take(self) -> Taken:
         """What came since the last call. Never called by two threads at once."""
 
     @property
@@ -59,9 +112,7 @@ class Tally(Protocol):
 class EngineListener(Protocol):
     """Who hears of engines. Every method is called on the engine's own thread and returns at once, whatever happens."""
 
-    def engine_started(
-        self, engine: EngineDescription, tally: Tally, is_idle: Callable[[], bool]
-    ) -> None:
+    def engine_started(self, engine: EngineDescription, tally: Tally, is_idle: Callable[[], bool]) -> None:
         """An engine with speculation came up; `is_idle` may be called from any thread."""
 
     def engine_idle(self) -> None:

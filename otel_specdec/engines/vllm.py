@@ -11,20 +11,25 @@ hooks wait for its module to be imported by somebody else, which costs seconds a
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import itertools
 import logging
+import re
 import sys
+import threading
+import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, Final
 
 import wrapt
 
-from otel_specdec.counts import SpecCounts
-from otel_specdec.engines import EngineDescription, EngineListener, Increment
+from otel_specdec.candidates import PICKS, Candidate, Candidates
+from otel_specdec.counts import ALL_RATIOS, SpecCounts
+from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.names import MAX_POSITIONS
 
 SCHEDULER_MODULE: Final = "vllm.v1.core.sched.scheduler"
@@ -40,22 +45,26 @@ _nothing: Final = itertools.repeat(())
 _no_row: Final = itertools.repeat(-1)
 
 
-class StepTally:
-    """What one scheduler's steps did, as monotonic sums: how often each (valid drafts, generated, emitted) occurred.
+Step = tuple[int, int, int]  # valid drafts, generated, emitted
 
-    Only the engine's thread writes, only by growing; a reader takes a copy and subtracts the last one. Both are atomic
-    under the GIL (and under the per-object locks of free-threaded builds), so no lock stands in the engine's path.
+
+class StepTally:
+    """What one scheduler's steps did: how often each (valid drafts, generated, emitted) occurred, and who finished.
+
+    The engine's thread never waits: if a collection is just reading the sums (some µs, 5 ms if the reader loses the GIL in
+    the middle), the step's data are put aside and counted with the next step, or by the next collection.
     """
 
     def __init__(self, owner: Hooks, scheduler: Any, *, counts: bool) -> None:
         self.owner = owner
         self.counts = counts
         self._scheduler = weakref.ref(scheduler)
-        self._steps: Counter[tuple[int, int, int]] = Counter()
+        self._reading = threading.Lock()
+        self._aside: deque[Callable[[], None]] = deque()
+        self._steps: Counter[Step] = Counter()
         self._finished = 0
         self._paused_sessions: set[str] = set()
-        self._taken_steps: dict[tuple[int, int, int], int] = {}
-        self._taken_finished = 0
+        self._following = _Following()
 
     @property
     def ended(self) -> bool:
@@ -65,14 +74,29 @@ class StepTally:
         scheduler = self._scheduler()
         return scheduler is None or not scheduler.requests
 
-    def after_step(self, scheduler: Any, step: Any, output: Any, generated: list[int], result: Any) -> None:
-        """Count one step. `generated` are the lengths of the sampled lists from before the call, which trims them."""
-        rows: Mapping[str, int] = output.req_id_to_index if generated else {}
+    def before_step(self, scheduler: Any, step: Any, output: Any) -> tuple[list[int], list[Any]]:
+        """What must be read before the call: the lengths of the sampled lists, which it trims, and the newborn requests."""
+        generated = list(map(len, output.sampled_token_ids))
+        newborn = []
+        if step.scheduled_new_reqs:
+            requests = map(scheduler.requests.get, [new.req_id for new in step.scheduled_new_reqs])
+            # With the second model runner, preempted requests that come back are in that list too.
+            newborn = [request for request in requests if request is not None and not request.num_output_tokens]
+        return generated, newborn
+
+    def after_step(
+        self, scheduler: Any, step: Any, output: Any, before: tuple[list[int], list[Any]], result: Any
+    ) -> None:
+        """Count one step."""
+        generated, newborn = before
+        rows: dict[str, int] = output.req_id_to_index if generated else {}
         generated.append(0)  # row -1: a request that this step did not run (it failed, or was refused)
         drafts = step.scheduled_spec_decode_tokens
         if drafts:
             drafts = _valid_drafts(step, drafts)
-        ended = False
+        parts: list[tuple[list[str], list[int]]] = []
+        stopped: list[tuple[str, int]] = []
+        turns: list[tuple[str, int]] = []
         # 0.9.0 returns one EngineCoreOutputs, later versions one for each client.
         for engine_outputs in result.values() if isinstance(result, dict) else (result,):
             outputs = engine_outputs.outputs
@@ -80,6 +104,33 @@ class StepTally:
                 continue
             ids = list(map(_request_id, outputs))
             emitted = list(map(len, map(_new_token_ids, outputs)))
+            parts.append((ids, emitted))
+            reasons = list(map(_finish_reason, outputs))
+            if reasons.count(None) != len(reasons):
+                for request_id, tokens, reason in zip(ids, emitted, reasons, strict=True):
+                    if reason is not None and tokens:
+                        # A resumable request (streaming input) has a reason after each turn without being finished.
+                        request = scheduler.requests.get(request_id)
+                        ended = request is None or request.is_finished()
+                        (stopped if ended else turns).append((request_id, tokens))
+        self._do(lambda: self._count(drafts, generated, rows, parts, newborn, stopped, turns))
+        if stopped and not scheduler.requests:
+            self.owner.listener.engine_idle()
+
+    def _count(
+        self,
+        drafts: dict[str, Any],
+        generated: list[int],
+        rows: dict[str, int],
+        parts: list[tuple[list[str], list[int]]],
+        newborn: list[Any],
+        stopped: list[tuple[str, int]],
+        turns: list[tuple[str, int]],
+    ) -> None:
+        following = self._following
+        for request in newborn:
+            following.born(request)
+        for ids, emitted in parts:
             self._steps.update(
                 zip(
                     map(len, map(drafts.get, ids, _nothing)),
@@ -87,59 +138,238 @@ class StepTally:
                     emitted,
                 )
             )
-            reasons = list(map(_finish_reason, outputs))
-            if reasons.count(None) != len(reasons):
-                ended = True
-                for request_id, tokens, reason in zip(ids, emitted, reasons):
-                    if reason is not None and tokens:
-                        self._stopped(scheduler.requests, request_id)
-        if ended and not scheduler.requests:
-            self.owner.listener.engine_idle()
-
-    def _stopped(self, requests: Mapping[str, Any], request_id: str) -> None:
-        # A resumable request (streaming input) has a finish reason after each turn without being finished.
-        request = requests.get(request_id)
-        if request is None or request.is_finished():
+        if following:
+            following.step(drafts, generated, rows, parts, stopped + turns)
+        for request_id, _ in stopped:
             self._finished += 1
             self._paused_sessions.discard(request_id)
-        else:
+            following.finished(request_id)
+        for request_id, _ in turns:
             self._paused_sessions.add(request_id)
 
     def before_finish(self, scheduler: Any, request_ids: Iterable[str]) -> list[Any]:
-        """The requests among these that become finished generations if the call takes them."""
+        """The requests among these that are not finished yet."""
         found = map(scheduler.requests.get, request_ids)
-        return [
-            request
-            for request in found
-            if request is not None
-            and not request.is_finished()
-            # A resumed session's earlier output has become part of its prompt.
-            and (request.num_output_tokens > 0 or request.request_id in self._paused_sessions)
-        ]
+        return [request for request in found if request is not None and not request.is_finished()]
 
     def after_finish(self, scheduler: Any, requests: list[Any]) -> None:
-        for request in requests:
-            if request.is_finished():
-                self._finished += 1
-                self._paused_sessions.discard(request.request_id)
-        if requests and not scheduler.requests:
-            self.owner.listener.engine_idle()
+        """Count the requests of `before_finish` that the call took: generations, where they have a token."""
+        taken = [(request.request_id, request.num_output_tokens > 0) for request in requests if request.is_finished()]
+        if taken:
+            self._do(lambda: self._aborted(taken))
+            if not scheduler.requests:
+                self.owner.listener.engine_idle()
 
-    def take(self) -> list[Increment]:
-        finished = self._finished  # first: no generation is seen before its tokens
-        steps = dict(self._steps)
-        consistent, inconsistent = _Sums(), _Sums()
-        for step, times in steps.items():
-            times -= self._taken_steps.get(step, 0)
-            if times:
-                drafts, generated, _ = step
-                (consistent if generated - 1 <= drafts or not drafts else inconsistent).add(*step, times)
-        increments = [consistent.increment(finished - self._taken_finished)]
-        if inconsistent.verify:
-            # More accepted than proposed: no version seen does it. Kept out of the accept rate and of the positions.
-            increments.append(inconsistent.increment(0, positions=False))
-        self._taken_steps, self._taken_finished = steps, finished
-        return increments
+    def _aborted(self, taken: list[tuple[str, bool]]) -> None:
+        for request_id, has_tokens in taken:
+            # A resumed session's earlier output has become part of its prompt.
+            if has_tokens or request_id in self._paused_sessions:
+                self._finished += 1
+                self._following.finished(request_id)
+            else:
+                self._following.gone(request_id)
+            self._paused_sessions.discard(request_id)
+
+    def _do(self, change: Callable[[], None]) -> None:
+        """Apply a change to the sums, now, or when whoever reads them is done. On the engine's thread."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._catch_up()
+                change()
+            finally:
+                self._reading.release()
+        else:
+            self._aside.append(change)
+
+    def _catch_up(self) -> None:
+        while self._aside:
+            self._aside.popleft()()
+
+    def take(self) -> Taken:
+        """See `engines.Tally`. On the collecting thread; the engine's does not wait for it."""
+        with self._reading:
+            self._catch_up()
+            steps, self._steps = self._steps, Counter()
+            finished, self._finished = self._finished, 0
+            picked = self._following.drain()
+        increments = _increments(steps, finished)
+        return Taken(increments, [each.picked() for each in picked[:PICKS]])
+
+
+def _increments(steps: Mapping[Step, int], finished: int) -> list[Increment]:
+    consistent, inconsistent = _Sums(), _Sums()
+    for step, times in steps.items():
+        drafts, generated, _ = step
+        (consistent if generated - 1 <= drafts or not drafts else inconsistent).add(*step, times)
+    increments = [consistent.increment(finished)]
+    if inconsistent.verify:
+        # More accepted than proposed: no version seen does it. Kept out of the accept rate and of the positions.
+        increments.append(inconsistent.increment(0, positions=False))
+    return increments
+
+
+class _Followed(Candidate):
+    """A candidate for exemplars: its ids, and its steps since the last drain that are not in the log any more."""
+
+    __slots__ = ("request_id", "session_id", "since", "slot", "steps", "trace_headers")
+
+    def __init__(self, order: float, request: Any) -> None:
+        super().__init__(order)
+        self.request_id: str = request.request_id
+        self.session_id = getattr(request, "session_id", None)
+        self.trace_headers = getattr(request, "trace_headers", None)
+        self.slot = -1
+        self.since = 0  # its first row in the log
+        self.steps: Counter[Step] = Counter()
+
+    def picked(self) -> Picked:
+        response_id, choice = visible_id(self.request_id)
+        return Picked(
+            response_id=response_id,
+            finished_unix_nano=self.finished_unix_nano,
+            order=self.order,
+            increments=_increments(self.steps, 1),
+            choice=choice,
+            session_id=self.session_id if isinstance(self.session_id, str) else None,
+            trace=self.trace_headers if isinstance(self.trace_headers, Mapping) else None,
+        )
+
+
+class _Following:
+    """The candidates, each in a slot: a step adds one row for all slots, at C speed, to a short log.
+
+    A candidate's column is added up when it finishes, or when the log is full: some 0.2 µs a step and candidate.
+    """
+
+    _FREE: Final = "\0free"  # no request has this id
+    _ROWS: Final = 32
+
+    def __init__(self) -> None:
+        self._candidates: Candidates[_Followed] = Candidates(self._leave)
+        self._by_id: dict[str, _Followed] = {}
+        self._ids: list[str] = []  # by slot
+        self._free: list[int] = []  # a heap: low slots first, so that rows stay short
+        self._log: list[list[Step]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+    def born(self, request: Any) -> None:
+        if request.request_id in self._by_id:
+            return  # preempted before its first token, and back
+        followed = self._candidates.born(lambda order: _Followed(order, request))
+        if followed is None:
+            return
+        slot = len(self._ids)
+        while self._free:
+            free = heapq.heappop(self._free)
+            if free < slot:
+                slot = free
+                break
+        if slot == len(self._ids):
+            self._ids.append(followed.request_id)
+        else:
+            self._ids[slot] = followed.request_id
+        followed.slot, followed.since = slot, len(self._log)
+        self._by_id[followed.request_id] = followed
+
+    def step(
+        self,
+        drafts: Mapping[str, Any],
+        generated: list[int],
+        rows: Mapping[str, int],
+        parts: list[tuple[list[str], list[int]]],
+        trimmed: list[tuple[str, int]],
+    ) -> None:
+        got = list(map(generated.__getitem__, map(rows.get, self._ids, _no_row)))
+        row = list(zip(map(len, map(drafts.get, self._ids, _nothing)), got, got, strict=True))
+        for request_id, emitted in trimmed:  # only a step that ends something emits less than it generated
+            followed = self._by_id.get(request_id)
+            if followed is not None:
+                row[followed.slot] = (*row[followed.slot][:2], emitted)
+        delivered = sum(len(emitted) - emitted.count(0) for _, emitted in parts)
+        if delivered != len(generated) - generated.count(0):
+            # Somebody's tokens were dropped (a stale output): rare, so it may cost something.
+            outputs = {request_id for ids, _ in parts for request_id in ids}
+            for request_id, followed in self._by_id.items():
+                if request_id not in outputs:
+                    row[followed.slot] = (0, 0, 0)
+        self._log.append(row)
+        if len(self._log) >= self._ROWS:
+            for followed in self._by_id.values():
+                self._add_up(followed)
+                followed.since = 0
+            self._log.clear()
+
+    def _add_up(self, followed: _Followed) -> None:
+        slot = followed.slot
+        followed.steps.update([row[slot] for row in self._log[followed.since :]])
+
+    def finished(self, request_id: str) -> None:
+        followed = self._by_id.get(request_id)
+        if followed is not None:
+            self._add_up(followed)
+            self._candidates.finish(followed, time.time_ns())
+            self._leave(followed)
+
+    def gone(self, request_id: str) -> None:
+        followed = self._by_id.get(request_id)
+        if followed is not None:
+            self._candidates.gone(followed)
+            self._leave(followed)
+
+    def _leave(self, followed: _Followed) -> None:
+        del self._by_id[followed.request_id]
+        self._ids[followed.slot] = self._FREE
+        heapq.heappush(self._free, followed.slot)
+        while self._ids and self._ids[-1] == self._FREE:
+            self._ids.pop()
+        if not self._by_id:
+            self._free.clear()
+            self._log.clear()
+
+    def drain(self) -> list[_Followed]:
+        for followed in self._by_id.values():
+            followed.steps.clear()
+            followed.since = 0
+        self._log.clear()
+        return self._candidates.drain()
+
+
+_CHILD = re.compile(r"(\d+)_(?=(?:cmpl|chatcmpl)-|\d+(?:-[0-9a-f]{8})?$)")
+_RANDOM = re.compile(r"-[0-9a-f]{8}$")
+_PROMPT = re.compile(r"-(\d+)$")
+
+
+def visible_id(request_id: str) -> tuple[str, str | None]:
+    """The id that the client got, and which of the request's sequences this is (prompt index, then child index).
+
+    The scheduler's id of a completion is `cmpl-X-0-abcdef12`, and `2_cmpl-X-0-abcdef12` for the third of n > 1 sequences;
+    the client's is `cmpl-X`. A chat has one prompt and no prompt index. The child prefix is taken off only where the rest
+    is an id that vLLM itself makes (the servers' `cmpl-` and `chatcmpl-`, `LLM`'s numbers): a caller of `AsyncLLM` may use
+    any id, also one that begins like that.
+    """
+    child = _CHILD.match(request_id)
+    if child:
+        request_id = request_id[child.end() :]
+    if _ids_are_randomised():
+        request_id = _RANDOM.sub("", request_id)
+    prompt = _PROMPT.search(request_id) if request_id.startswith("cmpl-") else None
+    if prompt:
+        request_id = request_id[: prompt.start()]
+    if child:
+        return request_id, f"{prompt[1] if prompt else 0}.{child[1]}"
+    return request_id, prompt[1] if prompt else None
+
+
+def _ids_are_randomised() -> bool:
+    """Whether this vLLM appends 8 random hexadecimal digits to ids (0.14 on), which a variable switches off for now."""
+    envs = sys.modules.get("vllm.envs")
+    disabled = getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", None)
+    if disabled is not None:
+        return not disabled
+    request = getattr(sys.modules.get("vllm.v1.engine"), "EngineCoreRequest", None)
+    return "external_req_id" in getattr(request, "__struct_fields__", ())
 
 
 def _valid_drafts(step: Any, drafts: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +450,7 @@ def describe(scheduler: Any) -> EngineDescription | None:
         method=str(speculation.method or "unknown"),
         max_drafts=int(speculation.num_speculative_tokens or 0),
         index=int(index or 0),
+        ratios=ALL_RATIOS,
     )
 
 
@@ -337,19 +568,19 @@ def _around_update(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwarg
     hooks = Hooks._installed
     if hooks is None:
         return wrapped(*args, **kwargs)
-    tally = generated = None
+    tally = before = None
     try:
         tally = hooks.tally_for(scheduler)
         if tally is not None:
             step = args[0] if args else kwargs["scheduler_output"]
             output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
-            generated = list(map(len, output.sampled_token_ids))  # the call trims these lists in place
+            before = tally.before_step(scheduler, step, output)
     except Exception as error:
         hooks.listener.failed(error, "reading a vLLM step")
     result = wrapped(*args, **kwargs)
-    if tally is not None and generated is not None:
+    if tally is not None and before is not None:
         try:
-            tally.after_step(scheduler, step, output, generated, result)
+            tally.after_step(scheduler, step, output, before, result)
         except Exception as error:
             hooks.listener.failed(error, "counting a vLLM step")
     return result

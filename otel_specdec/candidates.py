@@ -1,0 +1,98 @@
+"""Which generations exemplars will name: a bounded, uniform sample of those that finish. Engine-neutral, no OpenTelemetry.
+
+Each generation draws a random number at its birth, and a sample is always the generations with the lowest numbers. So
+samples can be cut down and merged anywhere (between drains, between readers, on six counters alike) and stay uniform, and
+a burst does not hide what came before or after it.
+
+Not thread-safe: the owner guards it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+PLACES: Final = 64
+"""Running generations that are followed as candidates; four more places stand in for those that finish meanwhile."""
+
+PICKS: Final = 4
+"""Exemplars of one attribute set in one collection, at most."""
+
+
+class Candidate:
+    """One followed generation. Owners derive from it and keep beside it what they need to know."""
+
+    __slots__ = ("evicted", "finished_unix_nano", "order")
+
+    def __init__(self, order: float) -> None:
+        self.order = order
+        self.finished_unix_nano = 0
+        self.evicted = False
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Candidates(Generic[C]):
+    """The places, the generations in them, and those that finished since the last drain.
+
+    Places that are free at a drain are filled from the births until the next one: by reservoir sampling, so that the head
+    of a burst is no more likely than its tail. A generation that has come through a drain keeps its place until it
+    finishes, however long that takes. With at most `PLACES` generations alive and at most `PICKS` finished between two
+    drains, every one is picked.
+
+    Args:
+        release: called with a candidate that lost its place to a later birth; it is followed no longer.
+    """
+
+    def __init__(self, release: Callable[[C], None]) -> None:
+        self._release = release
+        self._live = 0
+        self._free = PLACES + PICKS  # for births until the next drain
+        self._young: list[tuple[float, int, C]] = []  # those births, a heap with the highest order first
+        self._finished: list[C] = []
+        self._tie = itertools.count()
+
+    def __bool__(self) -> bool:
+        return self._live > 0
+
+    def born(self, make: Callable[[float], C]) -> C | None:
+        """A generation came to life: its candidate if it gets a place, made by `make(order)`."""
+        order = random.random()
+        if len(self._young) < self._free:
+            candidate = make(order)
+            heapq.heappush(self._young, (-order, next(self._tie), candidate))
+        elif self._young and order < -self._young[0][0]:
+            candidate = make(order)
+            _, _, loser = heapq.heapreplace(self._young, (-order, next(self._tie), candidate))
+            loser.evicted = True
+            if not loser.finished_unix_nano:
+                self._live -= 1
+                self._release(loser)
+        else:
+            return None
+        self._live += 1
+        return candidate
+
+    def finish(self, candidate: C, unix_nano: int) -> None:
+        """The generation finished; what it counts from now on does not exist."""
+        candidate.finished_unix_nano = unix_nano
+        self._live -= 1
+        self._finished.append(candidate)
+
+    def gone(self, candidate: C) -> None:
+        """It ended before its first token, and is no generation."""
+        candidate.evicted = True
+        candidate.finished_unix_nano = 1
+        self._live -= 1
+
+    def drain(self) -> list[C]:
+        """Those that finished since the last drain and kept their place, lowest order first; begins the next round."""
+        finished = sorted((c for c in self._finished if not c.evicted), key=lambda c: c.order)
+        self._finished = []
+        self._young = []
+        self._free = max(0, PLACES + PICKS - self._live)
+        return finished

@@ -1,0 +1,35 @@
+"""Data and tensor parallelism on the real server: each engine once, its index on the points; workers count nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from examples.vllm_demo.tiny_model import Models
+from otel_specdec.names import Metric
+from tests.vllm.serving import check_attributes, check_no_id_left, check_two_hundred_of_three_tokens, serving
+
+
+def test_two_data_parallel_engines(models: Models, tmp_path: Path) -> None:
+    with serving(models, tmp_path, extra_args=["--data-parallel-size", "2"]) as served:
+        check_two_hundred_of_three_tokens(served)
+        check_attributes(served, {0, 1})
+        check_no_id_left(served)
+        per_engine = [
+            served.receiver.totals(Metric.GENERATIONS.value, **{"specdec.engine.index": index}) for index in (0, 1)
+        ]
+        assert sum(per_engine) == 200
+        assert all(per_engine), per_engine
+        instances = {point.resource_attributes.get("service.instance.id") for point in served.points()}
+        assert len(instances) == 2
+
+
+def test_two_tensor_parallel_workers_are_one_engine(models: Models, tmp_path: Path) -> None:
+    # On one NUMA node vLLM's CPU backend starts with two workers only if each is told its cores.
+    with serving(
+        models,
+        tmp_path,
+        extra_args=["--tensor-parallel-size", "2"],
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as served:
+        check_two_hundred_of_three_tokens(served)
+        check_attributes(served, {0})
