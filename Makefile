@@ -32,11 +32,43 @@ help: ## Show this text
 demo: $(VENVS)/vllm/.ready ## Run the demo on a real vLLM on this machine's CPU (DEMO_ARGS=... for its options)
 	$(VENVS)/vllm/bin/python -m examples.vllm_demo $(DEMO_ARGS)
 
+##### Downstream: the collector, Prometheus, dashboards
+
+# Both from their Go modules, into the ignored folder, once. The builder is of the release that it builds.
+GO ?= go
+COLLECTOR_VERSION := 0.161.0
+PROMETHEUS_MODULE := github.com/prometheus/prometheus/cmd
+DOWNSTREAM := build/otelcol-specdec build/prometheus build/promtool
+
+.PHONY: collector
+collector: build/otelcol-specdec ## Build the OpenTelemetry Collector of collector/builder.yaml (minutes the first time)
+
+build/otelcol-specdec: collector/builder.yaml
+	$(GO) run go.opentelemetry.io/collector/cmd/builder@v$(COLLECTOR_VERSION) --config $< --ldflags='-s -w'
+	mv build/otelcol/otelcol-specdec $@
+
+.PHONY: prometheus
+prometheus: build/prometheus build/promtool ## Build Prometheus and promtool (no web UI: its assets are not in the module)
+
+# Without the service discoveries, which need the SDKs of half of all clouds.
+build/prometheus build/promtool: collector/prometheus/module/go.mod collector/prometheus/module/go.sum
+	cd collector/prometheus/module && $(GO) build -trimpath -tags remove_all_sd,netgo -ldflags '-s -w' \
+		-o $(CURDIR)/$@ $(PROMETHEUS_MODULE)/$(@F)
+
+.PHONY: mixin
+mixin: $(VENVS)/downstream/.ready ## Write the rules, alerts and dashboards of collector/ anew from collector/mixin
+	$(VENVS)/downstream/bin/python -m collector.mixin
+
+.PHONY: images
+images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a run of a real vLLM, from the data of a real Prometheus, for the README
+	$(VENVS)/vllm/bin/python -m collector.plot run build/plot
+	$(VENVS)/downstream/bin/python -m collector.plot draw build/plot docs/images
+
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready ## Run all tests: unit, test-pythons and test-vllm
-	$(RUN) unit pythons vllm
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, test-collector
+	$(RUN) unit pythons vllm collector
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -49,6 +81,10 @@ test-pythons: $(UV_STAMP) ## Run the unit tests on every other Python found, on 
 .PHONY: test-vllm
 test-vllm: $(VENVS)/vllm/.ready ## Run the tests with a real vLLM engine on the CPU
 	$(RUN) vllm
+
+.PHONY: test-collector
+test-collector: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Run the tests with a real collector and a real Prometheus
+	$(RUN) collector
 
 ##### Code
 
@@ -70,10 +106,11 @@ hooks: $(VENVS)/dev/.ready ## Install the git hooks
 ##### Environments
 
 .PHONY: environments
-environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready ## Create the environments (the other targets do it as needed)
+environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/downstream/.ready ## Create the environments (the other targets do it as needed)
 
 # An environment holds exactly what one committed file of tests/environments lists; dev.txt unless named here.
 LOCK_vllm := vllm
+LOCK_downstream := downstream
 LOCK_python3.10 := oldest
 
 $(UV_STAMP):
@@ -102,6 +139,8 @@ lock: $(UV_STAMP) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgra
 		--output-file tests/environments/dev.txt
 	$(COMPILE) tests/environments/oldest.in --python-version 3.10 --python-platform linux \
 		--output-file tests/environments/oldest.txt
+	$(COMPILE) --extra demo tests/environments/downstream.in --python-version 3.11 --python-platform linux \
+		--output-file tests/environments/downstream.txt
 	$(COMPILE) --extra demo tests/environments/vllm.in --python-version 3.11 --python-platform linux \
 		--overrides tests/environments/vllm-overrides.in --output-file tests/environments/vllm.txt
 

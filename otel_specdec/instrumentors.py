@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ from opentelemetry import metrics
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 
 from otel_specdec import names
-from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, METRIC_OF_FIELD, ratios_holding
-from otel_specdec.engines import EngineDescription, Increment, Tally
+from otel_specdec.counts import COUNT_FIELDS, METRIC_OF_FIELD, ratios_holding
+from otel_specdec.engines import EngineDescription, Increment, Picked, Tally
 from otel_specdec.engines import vllm as vllm_adapter
 from otel_specdec.package import VLLM_DISTRIBUTIONS
 from otel_specdec.provider import (
@@ -29,12 +29,16 @@ from otel_specdec.provider import (
     metrics_asked_for,
     provider_from_environment,
 )
-from otel_specdec.sums import AttributeValue, Series, has_provider, pool_for
+from otel_specdec.sums import AttributeValue, Harvest, Pick, Series, has_provider, pool_for
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
 
 logger = logging.getLogger("otel_specdec")
+
+
+_COUNTERS = (*METRIC_OF_FIELD.values(), names.Metric.GENERATIONS)
+_POSITIONS = (names.Metric.POSITION_ACCEPTED, names.Metric.POSITION_PROPOSED)
 
 
 class EngineSource:
@@ -50,6 +54,7 @@ class EngineSource:
             names.ENGINE_INDEX: engine.index,
             names.PROCESS: process,
         }
+        self._ratios = engine.ratios
         self._max_drafts = min(engine.max_drafts, names.MAX_POSITIONS)
         self._counters: dict[tuple[names.Metric, frozenset[str]], Series] = {}
         self._positions: dict[tuple[names.Metric, int], Series] = {}
@@ -60,31 +65,39 @@ class EngineSource:
 
     def expected(self) -> list[Series]:
         """Every series that this engine's configuration can produce: the full ratio sets, and positions 0 to k − 1."""
-        counters = [*METRIC_OF_FIELD.values(), names.Metric.GENERATIONS]
-        positions = (names.Metric.POSITION_ACCEPTED, names.Metric.POSITION_PROPOSED)
-        return [self._counter(metric, ALL_RATIOS) for metric in counters] + [
-            self._position(metric, position) for metric in positions for position in range(self._max_drafts)
+        return [self._counter(metric, self._ratios) for metric in _COUNTERS] + [
+            self._position(metric, position) for metric in _POSITIONS for position in range(self._max_drafts)
         ]
 
-    def take(self) -> Iterable[tuple[Series, int]]:
-        for increment in self._tally.take():
-            yield from self._series_of(increment)
+    def take(self) -> Harvest:
+        """See `sums.Source`."""
+        taken = self._tally.take()
+        sums = [each for increment in taken.increments for each in self._series_of(increment)]
+        return Harvest(sums, [Pick(picked, self._share(picked)) for picked in taken.picked])
 
-    def _series_of(self, increment: Increment) -> Iterable[tuple[Series, int]]:
-        holding = ratios_holding(increment.counts)
+    def _series_of(self, increment: Increment) -> Iterator[tuple[Series, int]]:
+        """The series that an increment adds to; known zeros too, which begin a series."""
+        ratios = increment.ratios if increment.ratios is not None else ratios_holding(increment.counts)
         for field in COUNT_FIELDS:
             value = getattr(increment.counts, field)
-            if value:
-                yield self._counter(METRIC_OF_FIELD[field], holding), value
+            if value is not None:
+                yield self._counter(METRIC_OF_FIELD[field], ratios), value
         if increment.generations:
-            yield self._counter(names.Metric.GENERATIONS, holding), increment.generations
-        for metric, by_position in (
-            (names.Metric.POSITION_ACCEPTED, increment.accepted_by_position),
-            (names.Metric.POSITION_PROPOSED, increment.proposed_by_position),
-        ):
-            for position, value in enumerate(by_position):
+            yield self._counter(names.Metric.GENERATIONS, ratios), increment.generations
+        by_position = (increment.accepted_by_position, increment.proposed_by_position)
+        for metric, values in zip(_POSITIONS, by_position, strict=True):
+            for position, value in enumerate(values):
                 if value:
                     yield self._position(metric, position), value
+
+    def _share(self, picked: Picked) -> list[tuple[Series, int]]:
+        """What one generation has in the sums: an exemplar goes to each of the counters, not to positions."""
+        share: dict[Series, int] = {}
+        for increment in picked.increments:
+            for series, value in self._series_of(increment):
+                if series.metric not in _POSITIONS:
+                    share[series] = share.get(series, 0) + value
+        return list(share.items())
 
     def _counter(self, metric: names.Metric, holding: frozenset[str]) -> Series:
         series = self._counters.get((metric, holding))
@@ -121,7 +134,8 @@ class EngineCounters:
         try:
             provider, whose, ours = self._provider()
             pool = pool_for(provider)
-            source = EngineSource(engine, tally, pool.process(f"engine-{engine.index}"))
+            role = engine.role or f"engine-{engine.index}"
+            source = EngineSource(engine, tally, pool.process(role))
             pool.birth(source.expected())
             pool.attach(source)
             self._flusher = flusher_for(provider, when_idle=ours)
@@ -195,7 +209,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class VLLMSpecDecInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # untyped in older releases
+class VLLMSpecDecInstrumentor(BaseInstrumentor):
     """Counts vLLM's speculative decoding in the process that holds the scheduler.
 
     `VLLMSpecDecInstrumentor().instrument(meter_provider=None)` may come before or after vllm is imported, and after the

@@ -25,6 +25,11 @@ REASON: Final = "specdec.reason"
 ERROR_TYPE: Final = "error.type"
 OVERFLOW: Final = "otel.metric.overflow"
 
+# Attributes of exemplars: ids live there and nowhere else.
+RESPONSE_ID: Final = "gen_ai.response.id"
+CHOICE: Final = "specdec.choice"
+CONVERSATION_ID: Final = "gen_ai.conversation.id"
+
 # Values of `SOURCE`: the same generation may be counted by both, so nothing ever sums over this attribute.
 ENGINE: Final = "engine"
 RESPONSE: Final = "response"

@@ -82,7 +82,19 @@ def provider_from_environment(environ: Mapping[str, str] = os.environ) -> MeterP
                 type(error).__name__,
                 error,
             )
-    return MeterProvider(metric_readers=readers) if readers else None
+    if not readers:
+        return None
+    provider = MeterProvider(metric_readers=readers)
+    install_exemplars(provider)
+    return provider
+
+
+def install_exemplars(provider: MeterProvider) -> None:
+    """Have exemplars name generations on a provider that takes no views from its user. Never raises."""
+    if type(provider).__module__.startswith("opentelemetry.sdk."):
+        from otel_specdec.sdk_exemplars import install
+
+        install(provider)
 
 
 def _exporters(environ: Mapping[str, str]) -> list[str]:

@@ -16,14 +16,17 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from opentelemetry import context as otel_context
 from opentelemetry import metrics
+from opentelemetry.context import Context
 
 from otel_specdec import names
+from otel_specdec.engines import Picked
+from otel_specdec.exemplars import NO_GENERATION, context_of
 from otel_specdec.instruments import Instruments
+from otel_specdec.provider import install_exemplars, is_auto_instrumented
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
@@ -32,12 +35,6 @@ logger = logging.getLogger("otel_specdec")
 
 MAX_ATTRIBUTE_SETS: Final = 2_000
 """Attribute sets of one counter, the overflow set included (the SDK's own limit, which older SDKs do not have)."""
-
-NO_SPAN: Final = otel_context.set_value(
-    otel_context.create_key("otel_specdec.no_generation"), True, otel_context.Context()
-)
-"""The context of everything that is not one generation's. It holds no span, and it is not empty: an empty one is falsy,
-and the SDK then takes the current context, so that a collection inside somebody's span would give our points its trace."""
 
 AttributeValue = str | int | bool
 
@@ -54,10 +51,24 @@ class Series(NamedTuple):
         return cls(metric, tuple(sorted((k, v) for k, v in attributes.items() if v is not None)))
 
 
+class Pick(NamedTuple):
+    """A finished generation for exemplars, and its share in the sums that it comes with."""
+
+    generation: Picked
+    share: Sequence[tuple[Series, int]]
+
+
+class Harvest(NamedTuple):
+    """What a source has had since it was last asked."""
+
+    sums: Iterable[tuple[Series, int]]
+    picks: Sequence[Pick] = ()
+
+
 class Source(Protocol):
     """Something that keeps sums of its own, in the cheapest form it can, until they are asked for."""
 
-    def take(self) -> Iterable[tuple[Series, int]]:
+    def take(self) -> Harvest:
         """What came since the last call (values ≥ 0). One call at a time, on the collecting thread."""
 
     @property
@@ -77,6 +88,7 @@ class Pool:
         self._suffix = "" if _instance_id(provider) else f"-{secrets.token_hex(4)}"
         self.recorder_process = f"recorder-{secrets.token_hex(4)}"
         self._logged: set[str] = set()
+        self._last_ms = 0
         self._muted = False
         self._counters = Instruments(provider, self._drain).counters
 
@@ -141,9 +153,9 @@ class Pool:
             return series
         return Series(series.metric, ((names.OVERFLOW, True),))
 
-    def _emit(self, series: Series, value: int) -> None:
+    def _emit(self, series: Series, value: int, context: Context = NO_GENERATION) -> None:
         self._born[series.metric].add(series)
-        self._counters[series.metric].add(value, dict(series.attributes), context=NO_SPAN)
+        self._counters[series.metric].add(value, dict(series.attributes), context=context)
 
     def _drain(self, _options: CallbackOptions) -> Iterable[Observation]:
         with self._draining:
@@ -152,17 +164,25 @@ class Pool:
             with self._lock:
                 pending, self._pending = self._pending, {}
                 sources = list(self._sources)
+            picks: list[Pick] = []
             for source in sources:
                 ended = source.ended  # before take(): what comes in between is taken
                 try:
-                    for series, value in source.take():
+                    sums, picked = source.take()
+                    for series, value in sums:
                         series = self._admit(series)
                         pending[series] = pending.get(series, 0) + value
+                    picks.extend(picked)
                 except Exception as error:
                     self.error(error, "reading the sums of a source")
                 if ended:
                     with self._lock:
                         self._sources.remove(source)
+            for pick in sorted(picks, key=lambda pick: pick.generation.finished_unix_nano):
+                try:
+                    self._emit_pick(pick, pending)
+                except Exception as error:
+                    self.error(error, "making an exemplar")
             for series, value in pending.items():
                 if value or series not in self._born[series.metric]:
                     try:
@@ -170,6 +190,17 @@ class Pool:
                     except Exception as error:
                         self.error(error, "moving sums into the counters")
         return ()
+
+    def _emit_pick(self, pick: Pick, pending: dict[Series, int]) -> None:
+        # Prometheus drops an exemplar whose time is not above that of the series' last one, and counts milliseconds.
+        self._last_ms = max(pick.generation.finished_unix_nano // 1_000_000, self._last_ms + 1)
+        context = context_of(pick.generation, self._last_ms * 1_000_000)
+        for series, value in pick.share:
+            series = self._admit(series)
+            rest = pending.get(series, 0)
+            value = min(value, rest)  # a counter never goes down, whatever a source says
+            pending[series] = rest - value
+            self._emit(series, value, context)
 
     def after_fork_in_child(self) -> None:
         """Forget what the parent did: it exports that itself, under its own resource."""
@@ -231,6 +262,8 @@ def pool_for(provider: MeterProvider | None = None) -> Pool:
         if pool is None:
             # A pool made before the application set its provider has proxies, which that provider has taken over.
             early = _early_pool if given is metrics.get_meter_provider() else None
+            if early is None and is_auto_instrumented() and given is metrics.get_meter_provider():
+                install_exemplars(given)  # opentelemetry-instrument takes no views; an application gives its own
             pool = early if early is not None else Pool(given)
             _pools[given] = pool
             if _is_proxy(given):

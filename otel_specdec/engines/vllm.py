@@ -415,7 +415,12 @@ class _Sums:
         counts = SpecCounts(self.accepted, self.proposed, self.verify, self.completion, self.emitted)
         if not positions:
             return Increment(counts, generations)
-        return Increment(counts, generations, _at_least(self.by_accepted), _at_least(self.by_drafts))
+        return Increment(
+            counts,
+            generations,
+            accepted_by_position=_at_least(self.by_accepted),
+            proposed_by_position=_at_least(self.by_drafts),
+        )
 
 
 def _at_least(lengths: Mapping[int, int]) -> list[int]:
@@ -519,7 +524,7 @@ class Hooks:
         return tally if tally.counts else None
 
 
-class _SpecDecWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]  # wrapt's class is untyped
+class _SpecDecWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # generic in wrapt 2 alone
     """A class of our own, so that `remove` finds what is ours, and a second install wraps nothing twice."""
 
 

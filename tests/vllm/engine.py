@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
 from examples.vllm_demo.tiny_model import Models
 from otel_specdec import VLLMSpecDecInstrumentor
@@ -110,11 +110,12 @@ def points(reader: InMemoryMetricReader) -> list[tuple[str, dict[str, Any], int]
     """Every point of a collection: metric name, attributes, value."""
     data = reader.get_metrics_data()
     return [
-        (metric.name, dict(point.attributes or {}), point.value)
+        (metric.name, dict(point.attributes or {}), int(point.value))
         for resource in (data.resource_metrics if data else ())
         for scope in resource.scope_metrics
         for metric in scope.metrics
         for point in metric.data.data_points
+        if isinstance(point, NumberDataPoint)
     ]
 
 
