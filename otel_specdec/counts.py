@@ -6,9 +6,10 @@ Engine-neutral and free of OpenTelemetry; pure functions on small values. Meanin
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Final
+from itertools import compress, product
+from typing import TYPE_CHECKING, Any, Final
 
 from otel_specdec import names
 
@@ -70,8 +71,33 @@ class SpecCounts:
         """Whether anything about drafts is known: the number of completion tokens alone says nothing of them."""
         return not (self.accepted is None and self.proposed is None and self.verify is None)
 
+    def plus(self, other: SpecCounts, *, missing_did_not_run: bool = False) -> SpecCounts:
+        """The counts of a generation that was resumed: these, and those of its next part.
+
+        A sum is known only where both parts are: what one of them did not report is not zero. With
+        `missing_did_not_run` the caller vouches that whatever is unknown in one part never happened in it (a part that
+        was aborted in the queue), and the known half is the sum. What both do not know stays unknown.
+
+        Raises:
+            ValueError: a sum does not fit into a signed 64-bit integer.
+        """
+
+        def total(one: int | None, two: int | None) -> int | None:
+            if one is not None and two is not None:
+                return one + two
+            return (two if one is None else one) if missing_did_not_run else None
+
+        return SpecCounts(*map(total, counts_of(self), counts_of(other)))
+
+    def as_dict(self) -> dict[str, int | None]:
+        """These counts by name, for JSON: an unknown one is there as None, which is not 0."""
+        return dict(zip(COUNT_FIELDS, counts_of(self), strict=True))
+
 
 COUNT_FIELDS: Final = tuple(f.name for f in fields(SpecCounts))
+
+counts_of: Final[Callable[[SpecCounts], tuple[int | None, ...]]] = operator.attrgetter(*COUNT_FIELDS)
+"""The counts in the order of `COUNT_FIELDS`, as cheap as it gets."""
 
 METRIC_OF_FIELD: Final = {
     "accepted": names.Metric.ACCEPTED,
@@ -90,22 +116,23 @@ def ratios_holding(increment: SpecCounts) -> frozenset[str]:
     """
     accepted, proposed, verify = increment.accepted, increment.proposed, increment.verify
     completion, emitted = increment.completion, increment.emitted
-    holding = []
-    if accepted is not None and proposed is not None and accepted <= proposed:
-        holding.append(names.ACCEPT_RATE)
-    if completion is not None and verify is not None:
-        holding.append(names.TOKENS_PER_VERIFY)
-    if (
+    return _SETS[
+        accepted is not None and proposed is not None and accepted <= proposed,
+        completion is not None and verify is not None,
         emitted is not None
         and verify is not None
         and (accepted is None or emitted <= accepted + verify)
-        and (completion is None or emitted <= completion)
-    ):
-        holding.append(names.ACCEPTANCE_LENGTH)
-    return frozenset(holding)
+        and (completion is None or emitted <= completion),
+    ]
 
 
 ALL_RATIOS: Final = frozenset(names.RATIOS)
+
+# The eight sets there are: a batch of a hundred thousand reports asks for them as often.
+_SETS: Final = {
+    held: frozenset(compress((names.ACCEPT_RATE, names.TOKENS_PER_VERIFY, names.ACCEPTANCE_LENGTH), held))
+    for held in product((False, True), repeat=len(names.RATIOS))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +191,41 @@ class GenerationReport:
                 checked = tuple(_count("GenerationReport", name, each) for each in value)
                 object.__setattr__(self, name, checked)
 
+    def as_dict(self) -> dict[str, object]:
+        """This report for JSON: unknown counts as None, other fields only where they are known, no `context`."""
+        data: dict[str, object] = {
+            "generation_id": self.generation_id,
+            "counts": self.counts.as_dict(),
+            "finished": self.finished,
+        }
+        data.update((name, value) for name in _OPTIONAL if (value := getattr(self, name)) is not None)
+        data.update((name, list(value)) for name in _POSITIONS if (value := getattr(self, name)) is not None)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> GenerationReport:
+        """The report that `as_dict` gave, also after a trip through JSON; names that it does not know are ignored.
+
+        Counts that were stored as an engine named them are read too, whatever the form (`counts_from_payload`): under
+        `counts`, or beside the other fields where there is no `counts`.
+
+        Raises:
+            TypeError, ValueError: a field is missing or has the wrong type or range; the message names it.
+        """
+        stored = data.get("counts")
+        if isinstance(stored, Mapping) and not stored.keys().isdisjoint(COUNT_FIELDS):
+            counts = SpecCounts(**{name: stored.get(name) for name in COUNT_FIELDS})
+        else:
+            from otel_specdec.payloads import counts_from_payload  # which makes reports, and so imports this module
+
+            counts = counts_from_payload(data if stored is None else stored)
+        return cls(
+            generation_id=data.get("generation_id", ""),
+            counts=counts,
+            finished=data.get("finished", True),
+            **{name: data.get(name) for name in (*_OPTIONAL, *_POSITIONS)},
+        )
+
+
+_OPTIONAL: Final = ("session_id", "sample_id", "model", "provider", "method", "engine_index")
+_POSITIONS: Final = ("accepted_by_position", "proposed_by_position")

@@ -54,6 +54,8 @@ class ExemplarLabels:
 def labels_of(picked: Picked, span: trace.SpanContext | None, time_unix_nano: int) -> ExemplarLabels:
     """Keep what fits, dropping in this order: session, span id, choice, trace id.
 
+    A choice `0` goes before all of them: the request's other sequences, if any, have their own choices, and an adapter may
+    not know whether there are others (vLLM's scheduler does not).
     An id is never truncated. One that does not even fit alone is left out, and the choice with it, which says nothing then.
     """
     attributes = {names.RESPONSE_ID: picked.response_id}
@@ -62,8 +64,10 @@ def labels_of(picked: Picked, span: trace.SpanContext | None, time_unix_nano: in
     choice = {names.CHOICE: picked.choice} if picked.choice is not None and attributes else {}
     session = {names.CONVERSATION_ID: picked.session_id} if picked.session_id else {}
     has_trace = has_span = span is not None
-    for drop in ("nothing", "session", "span", "choice", "trace"):
-        if drop == "session":
+    for drop in ("nothing", "choice 0", "session", "span", "choice", "trace"):
+        if drop == "choice 0" and picked.choice == "0":
+            choice = {}
+        elif drop == "session":
             session = {}
         elif drop == "span":
             has_span = False

@@ -66,13 +66,24 @@ def vllm() -> Iterator[Part]:
     return modules(Path("tests/vllm"), VENVS / "vllm")
 
 
+def collector() -> Iterator[Part]:
+    """A real collector and a real Prometheus; with a real vLLM too where the module's name says so."""
+    for part in modules(Path("tests/collector"), VENVS / "downstream"):
+        yield part._replace(venv=VENVS / "vllm") if "vllm" in part.target.stem else part
+
+
 def modules(folder: Path, venv: Path) -> Iterator[Part]:
     # Of an empty folder the folder itself, so that its pytest fails for want of tests.
     for module in sorted(folder.glob("test_*.py")) or [folder]:
         yield Part(f"{folder.name} {module.stem.removeprefix('test_')}", venv, module)
 
 
-SUITES: dict[str, Callable[[], Iterator[Part]]] = {"unit": unit, "pythons": pythons, "vllm": vllm}
+SUITES: dict[str, Callable[[], Iterator[Part]]] = {
+    "unit": unit,
+    "pythons": pythons,
+    "vllm": vllm,
+    "collector": collector,
+}
 
 
 def find_python(version: str) -> str | None:

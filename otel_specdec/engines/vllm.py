@@ -65,6 +65,7 @@ class StepTally:
         self._finished = 0
         self._paused_sessions: set[str] = set()
         self._following = _Following()
+        self._inside: list[tuple[str, bool]] | None = None  # a list while `update_from_output` runs
 
     @property
     def ended(self) -> bool:
@@ -76,6 +77,8 @@ class StepTally:
 
     def before_step(self, scheduler: Any, step: Any, output: Any) -> tuple[list[int], list[Any]]:
         """What must be read before the call: the lengths of the sampled lists, which it trims, and the newborn requests."""
+        self._settle_inside()
+        self._inside = []
         generated = list(map(len, output.sampled_token_ids))
         newborn = []
         if step.scheduled_new_reqs:
@@ -114,7 +117,8 @@ class StepTally:
                         ended = request is None or request.is_finished()
                         (stopped if ended else turns).append((request_id, tokens))
         self._do(lambda: self._count(drafts, generated, rows, parts, newborn, stopped, turns))
-        if stopped and not scheduler.requests:
+        failed = self._settle_inside()
+        if (stopped or failed) and not scheduler.requests:
             self.owner.listener.engine_idle()
 
     def _count(
@@ -155,10 +159,19 @@ class StepTally:
     def after_finish(self, scheduler: Any, requests: list[Any]) -> None:
         """Count the requests of `before_finish` that the call took: generations, where they have a token."""
         taken = [(request.request_id, request.num_output_tokens > 0) for request in requests if request.is_finished()]
-        if taken:
+        if self._inside is not None:
+            self._inside += taken
+        elif taken:
             self._do(lambda: self._aborted(taken))
             if not scheduler.requests:
                 self.owner.listener.engine_idle()
+
+    def _settle_inside(self) -> bool:
+        """Count the requests that failed inside `update_from_output`: after the step, which may have given them tokens."""
+        taken, self._inside = self._inside, None
+        if taken:
+            self._do(lambda: self._aborted(taken))
+        return bool(taken)
 
     def _aborted(self, taken: list[tuple[str, bool]]) -> None:
         for request_id, has_tokens in taken:
@@ -290,9 +303,9 @@ class _Following:
         delivered = sum(len(emitted) - emitted.count(0) for _, emitted in parts)
         if delivered != len(generated) - generated.count(0):
             # Somebody's tokens were dropped (a stale output): rare, so it may cost something.
-            outputs = {request_id for ids, _ in parts for request_id in ids}
+            served = {each for ids, emitted in parts for each, tokens in zip(ids, emitted, strict=True) if tokens}
             for request_id, followed in self._by_id.items():
-                if request_id not in outputs:
+                if request_id not in served:
                     row[followed.slot] = (0, 0, 0)
         self._log.append(row)
         if len(self._log) >= self._ROWS:

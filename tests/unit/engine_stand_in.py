@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from otel_specdec import SpecCounts, engines
-from otel_specdec.engines import EngineDescription, Increment
+from otel_specdec import SpecCounts
+from otel_specdec.engines import EngineDescription, Increment, Taken
 
 
 class HandTally:
@@ -16,23 +16,28 @@ class HandTally:
         self.taken = 0
         self._increments: list[Increment] = []
 
-    def put(self, *counts: int | None, generations: int = 0, **positions: list[int]) -> None:
-        self._increments.append(Increment(SpecCounts(*counts), generations, **positions))
+    def put(self, *counts: int | None, generations: int = 0, **more: Any) -> None:
+        self._increments.append(Increment(SpecCounts(*counts), generations, **more))
 
-    def take(self) -> Any:
+    def take(self) -> Taken:
         self.taken += 1
-        taken, self._increments = self._increments, []
-        return engines.Taken(taken) if hasattr(engines, "Taken") else taken
+        increments, self._increments = self._increments, []
+        return Taken(increments)
 
 
 class BrokenTally(HandTally):
-    def take(self) -> Any:
+    def take(self) -> Taken:
         super().take()
         raise RuntimeError("this tally is broken")
 
 
 def description(**fields: Any) -> EngineDescription:
-    told: dict[str, Any] = {"provider": "stand-in", "model": "m", "method": "ngram", "max_drafts": 2, "index": 0}
-    if "ratios" in EngineDescription.__dataclass_fields__:
-        told["ratios"] = frozenset({"accept_rate", "acceptance_length", "tokens_per_verify"})
+    told: dict[str, Any] = {
+        "provider": "stand-in",
+        "model": "m",
+        "method": "ngram",
+        "max_drafts": 2,
+        "index": 0,
+        "ratios": frozenset({"accept_rate", "acceptance_length", "tokens_per_verify"}),
+    }
     return EngineDescription(**(told | fields))

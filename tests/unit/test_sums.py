@@ -524,7 +524,7 @@ def test_the_line_that_says_where_an_engine_is_counted(meter: Meter, caplog: pyt
 def test_an_increment_without_anything_known_is_nothing() -> None:
     tally = HandTally()
     tally.put(None, None, None, None, None)
-    assert list(EngineSource(description(), tally, "engine-0").take()) == []
+    assert list(EngineSource(description(), tally, "engine-0").take().sums) == []
 
 
 def test_what_an_engine_does_not_know_enters_no_ratio(meter: Meter) -> None:

@@ -35,11 +35,12 @@ class Rig:
         speculation: dict[str, Any] | None = None,
         data_parallel_index: int = 0,
         provider: MeterProvider | None = None,
+        max_num_seqs: int = 16,
     ) -> None:
         self.reader = InMemoryMetricReader()
         self.provider = provider or MeterProvider([self.reader], shutdown_on_exit=False)
         self.name = name
-        self.config = _config(models, speculation, data_parallel_index)
+        self.config = _config(models, speculation, data_parallel_index, max_num_seqs)
         self.config.scheduler_config.async_scheduling = name == "AsyncScheduler"
 
     def __enter__(self) -> Rig:
@@ -134,7 +135,9 @@ class Rig:
         return None
 
 
-def _config(models: Models, speculation: dict[str, Any] | None, data_parallel_index: int) -> Any:
+def _config(
+    models: Models, speculation: dict[str, Any] | None, data_parallel_index: int, max_num_seqs: int
+) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.engine.arg_utils import EngineArgs
@@ -143,8 +146,8 @@ def _config(models: Models, speculation: dict[str, Any] | None, data_parallel_in
         model=str(models.target),
         dtype="float32",
         max_model_len=1024,
-        max_num_seqs=16,
-        max_num_batched_tokens=2048,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(2048, 16 * max_num_seqs),
         enforce_eager=True,
         block_size=BLOCK_SIZE,
         enable_prefix_caching=False,

@@ -1,0 +1,143 @@
+"""What one identity has reported so far, and what a further report adds: the contract's section "Exactly once".
+
+Engine-neutral, free of OpenTelemetry and of locks: whoever holds a generation's state lets one thread at it at a time.
+A report costs some microseconds, a state some hundred bytes and the numbers of its reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from otel_specdec import names
+from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, GenerationReport, SpecCounts, counts_of, ratios_holding
+
+
+class Increment(NamedTuple):
+    """What a report adds to what its generation has added before.
+
+    Attributes:
+        report: the report itself, for the attributes of its points.
+        counts: what it adds, by `COUNT_FIELDS`; None adds nothing, 0 adds its 0.
+        holding: the ratios that these counts may enter.
+        positions: accepted and proposed tokens to add by draft position, equally long; None where nothing is known.
+        covered: on the report that finishes the generation, the ratios that held in every increment; else None.
+    """
+
+    report: GenerationReport
+    counts: tuple[int | None, ...]
+    holding: frozenset[str]
+    positions: tuple[Sequence[int], Sequence[int]] | None
+    covered: frozenset[str] | None
+
+
+Verdict = Increment | str | None
+"""An increment; why the report is dropped (`names.DUPLICATE`, `names.CONFLICT`); or None: it adds nothing."""
+
+
+class Finished(NamedTuple):
+    """All that is remembered of a finished generation: its final report's counts, and the last known ones.
+
+    They differ where the final report knew less than one before it, and are one object where they do not.
+    """
+
+    final: SpecCounts
+    known: SpecCounts
+
+    def take(self, report: GenerationReport) -> Verdict:
+        """Judge a report that comes after the finish; it never adds anything."""
+        if report.finished:
+            return names.DUPLICATE if report.counts == self.final else names.CONFLICT
+        if any(
+            new is not None and old is not None and new > old
+            for new, old in zip(counts_of(report.counts), counts_of(self.known), strict=True)
+        ):
+            return names.CONFLICT
+        return None  # late
+
+
+class Running:
+    """What is known of a generation that has not finished; a new one starts at known zeros."""
+
+    __slots__ = ("_accepted_by_position", "_added", "_holding", "_known", "_proposed_by_position")
+
+    def __init__(self) -> None:
+        # By COUNT_FIELDS: what was added (None: never reported), and whether the last report knew it.
+        self._added: tuple[int | None, ...] = (None,) * len(COUNT_FIELDS)
+        self._known: tuple[bool, ...] = (True,) * len(COUNT_FIELDS)
+        self._holding = ALL_RATIOS  # the ratios that held in every increment so far
+        self._accepted_by_position: Sequence[int] = ()
+        self._proposed_by_position: Sequence[int] = ()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a report has added anything yet."""
+        return any(value is not None for value in self._added)
+
+    def copy(self) -> Running:
+        """A state of its own that knows the same."""
+        other = Running()
+        for name in Running.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def take(self, report: GenerationReport, *, speculation: bool | None) -> Verdict:
+        """Judge a report, and move on to what it says if that adds something.
+
+        Args:
+            report: the report. A finishing one that adds something ends this state: `finish` says what to remember.
+            speculation: whether the engine is known to speculate; a generation of which nothing about drafts is known
+                begins only where it is.
+        """
+        counts = counts_of(report.counts)
+        if not self.begun:
+            if not (report.counts.knows_drafts or speculation):
+                return None
+            if not report.finished and not any(counts):
+                return None  # late
+            if report.counts.completion == 0:
+                return None  # ended, or stands, before its first token: no generation (yet)
+            holding, differences = ratios_holding(report.counts), counts
+        else:
+            changes = [new - (old or 0) for new, old in zip(counts, self._added, strict=True) if new is not None]
+            if not report.finished and not any(change > 0 for change in changes):
+                return None  # late
+            if any(change < 0 for change in changes):
+                return names.CONFLICT
+            if report.counts.completion == 0:
+                return None
+            differences = tuple(
+                None if new is None else new - (old or 0) for new, old in zip(counts, self._added, strict=True)
+            )
+            # A half of a ratio counts only where it was known at both ends of the increment.
+            judged = (diff if known else None for diff, known in zip(differences, self._known, strict=True))
+            holding = ratios_holding(SpecCounts(*judged))
+        self._holding &= holding
+        self._added = tuple(old if new is None else new for new, old in zip(counts, self._added, strict=True))
+        self._known = tuple(new is not None for new in counts)
+        covered = self._holding if report.finished else None
+        return Increment(report, differences, holding, self._positions(report), covered)
+
+    def finish(self, final: GenerationReport) -> Finished:
+        """What to remember once `final` was taken."""
+        known = SpecCounts(*self._added)
+        return Finished(final.counts, final.counts if known == final.counts else known)
+
+    def _positions(self, report: GenerationReport) -> tuple[Sequence[int], Sequence[int]] | None:
+        """What the positions add since they were last known and consistent, both halves together or neither."""
+        accepted, proposed = report.accepted_by_position, report.proposed_by_position
+        if accepted is None or proposed is None:
+            return None
+        if len(accepted) != len(proposed) or len(accepted) < len(self._accepted_by_position):
+            return None
+        more_accepted = _grown(accepted, self._accepted_by_position)
+        more_proposed = _grown(proposed, self._proposed_by_position)
+        if any(not 0 <= a <= p for a, p in zip(more_accepted, more_proposed, strict=True)):
+            return None
+        self._accepted_by_position, self._proposed_by_position = accepted, proposed
+        return more_accepted, more_proposed
+
+
+def _grown(now: Sequence[int], before: Sequence[int]) -> Sequence[int]:
+    """The differences, of the length of `now`; what `before` does not reach was 0."""
+    return [count - (before[i] if i < len(before) else 0) for i, count in enumerate(now)] if before else now

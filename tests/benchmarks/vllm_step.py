@@ -1,0 +1,142 @@
+"""What the hook costs vLLM's scheduler: `Scheduler.update_from_output` with and without, pair by pair, in one process.
+
+    python -m tests.benchmarks.vllm_step [--steps 400] [--requests 1 16 128 256]
+
+The real scheduler of the installed vLLM with synthetic outputs (three tokens of five for each request and step). Beside
+our hook stand what one would write first: five `Counter.add` for each generation and step, and one `Histogram.record`.
+Every variant takes its turn on the same scheduler, step after step; the figures are medians, and the spread is that of the
+medians of ten equal parts. Needs the environment `vllm`; it is not a test, and no test looks at a clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from examples.vllm_demo.tiny_model import ensure_models
+from tests.vllm.scheduler import DRAFT, Rig
+
+Update = Callable[[Any, Any, Any], Any]
+
+
+def naive_adds(plain: Update) -> Update:
+    meter = MeterProvider([InMemoryMetricReader()]).get_meter("naive")
+    counters = [meter.create_counter(f"c{n}") for n in range(5)]
+    attributes = {"gen_ai.request.model": "m", "specdec.method": "ngram", "specdec.engine.index": 0}
+
+    def update(scheduler: Any, step: Any, output: Any) -> Any:
+        drafts, rows = step.scheduled_spec_decode_tokens, output.req_id_to_index
+        before = {id_: (len(d), len(output.sampled_token_ids[rows[id_]])) for id_, d in drafts.items()}
+        result = plain(scheduler, step, output)
+        for outputs in result.values():
+            for each in outputs.outputs:
+                if each.request_id in before:
+                    proposed, generated = before[each.request_id]
+                    values = (generated - 1, proposed, 1, len(each.new_token_ids), len(each.new_token_ids))
+                    for counter, value in zip(counters, values, strict=True):
+                        counter.add(value, attributes)
+        return result
+
+    return update
+
+
+def naive_histogram(plain: Update) -> Update:
+    meter = MeterProvider([InMemoryMetricReader()]).get_meter("naive")
+    histogram = meter.create_histogram("h")
+    attributes = {"gen_ai.request.model": "m", "specdec.method": "ngram", "specdec.engine.index": 0}
+
+    def update(scheduler: Any, step: Any, output: Any) -> Any:
+        result = plain(scheduler, step, output)
+        for outputs in result.values():
+            for each in outputs.outputs:
+                histogram.record(len(each.new_token_ids), attributes)
+        return result
+
+    return update
+
+
+def measure(rig: Rig, requests: int, steps: int) -> dict[str, list[float]]:
+    """Microseconds of each step, by variant."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    hooked: Update = vars(Scheduler)["update_from_output"]
+    plain: Update = hooked.__wrapped__  # type: ignore[attr-defined]
+    rig.scheduler = rig.new_scheduler()
+    bound = hooked.__get__(rig.scheduler, Scheduler)  # type: ignore[attr-defined]  # as the engine calls it
+    variants: dict[str, Update] = {
+        "plain": plain,
+        "otel_specdec": lambda _, step, output: bound(step, output),
+        "5 Counter.add": naive_adds(plain),
+        "1 Histogram.record": naive_histogram(plain),
+    }
+    for number in range(requests):
+        rig.add(f"cmpl-{number:032x}-0-abcdef12", max_tokens=1_000_000, prompt=8)
+    rig.step({request_id: [10] for request_id in rig.scheduler.requests})
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(variants)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for number in range(steps * len(order)):
+            for request in rig.scheduler.running:
+                request.spec_token_ids = list(DRAFT)
+                # Keep the requests short, or the scheduler's own cost grows with every step.
+                if request.num_output_tokens > 60:
+                    del request._output_token_ids[1:]
+                    del request._all_token_ids[9:]
+                    request.num_computed_tokens = 8
+            step = rig.schedule()
+            ids = list(step.num_scheduled_tokens)
+            output = ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: row for row, request_id in enumerate(ids)},
+                sampled_token_ids=[[10, 11, 12] for _ in ids],
+            )
+            name = order[number % len(order)]
+            update = variants[name]
+            start = time.perf_counter()
+            update(rig.scheduler, step, output)
+            times[name].append((time.perf_counter() - start) * 1e6)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return times
+
+
+def row(name: str, times: list[float], plain: list[float]) -> str:
+    median, base = statistics.median(times), statistics.median(plain)
+    parts = len(times) // 10
+    over = [
+        100 * (statistics.median(times[n : n + parts]) / statistics.median(plain[n : n + parts]) - 1)
+        for n in range(0, parts * 10, parts)
+    ]
+    spread = f"{min(over):+.1f} … {max(over):+.1f} %" if name != "plain" else ""
+    return f"  {name:20} {median:9.1f} µs  {100 * (median / base - 1):+7.1f} %   {spread}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 128, 256])
+    arguments = parser.parse_args()
+    models = ensure_models(Path(__file__).resolve().parents[2] / "build" / "models")
+    with Rig(models, max_num_seqs=512) as rig:
+        for requests in arguments.requests:
+            times = measure(rig, requests, arguments.steps)
+            print(f"{requests} running requests, {arguments.steps} steps of each")
+            for name, each in times.items():
+                print(row(name, each, times["plain"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
