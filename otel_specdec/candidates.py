@@ -84,10 +84,15 @@ class Candidates(Generic[C]):
         self._finished.append(candidate)
 
     def gone(self, candidate: C) -> None:
-        """It ended before its first token, and is no generation."""
+        """It ended before its first token, and is no generation: its place is as free as if it had never come."""
         candidate.evicted = True
-        candidate.finished_unix_nano = 1
         self._live -= 1
+        others = [entry for entry in self._young if entry[2] is not candidate]
+        if len(others) == len(self._young):
+            self._free += 1
+        else:
+            heapq.heapify(others)
+            self._young = others
 
     def drain(self) -> list[C]:
         """Those that finished since the last drain and kept their place, lowest order first; begins the next round."""

@@ -13,7 +13,7 @@ from otel_specdec import names
 from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, GenerationReport, SpecCounts, counts_of, ratios_holding
 
 
-class Increment(NamedTuple):
+class Addition(NamedTuple):
     """What a report adds to what its generation has added before.
 
     Attributes:
@@ -31,8 +31,8 @@ class Increment(NamedTuple):
     covered: frozenset[str] | None
 
 
-Verdict = Increment | str | None
-"""An increment; why the report is dropped (`names.DUPLICATE`, `names.CONFLICT`); or None: it adds nothing."""
+Verdict = Addition | str | None
+"""An addition; why the report is dropped (`names.DUPLICATE`, `names.CONFLICT`); or None: it adds nothing."""
 
 
 class Finished(NamedTuple):
@@ -44,8 +44,8 @@ class Finished(NamedTuple):
     final: SpecCounts
     known: SpecCounts
 
-    def take(self, report: GenerationReport) -> Verdict:
-        """Judge a report that comes after the finish; it never adds anything."""
+    def take(self, report: GenerationReport, *, speculation: bool | None) -> Verdict:
+        """Judge a report that comes after the finish: it never adds anything, whether the engine speculates or not."""
         if report.finished:
             return names.DUPLICATE if report.counts == self.final else names.CONFLICT
         if any(
@@ -116,7 +116,7 @@ class Running:
         self._added = tuple(old if new is None else new for new, old in zip(counts, self._added, strict=True))
         self._known = tuple(new is not None for new in counts)
         covered = self._holding if report.finished else None
-        return Increment(report, differences, holding, self._positions(report), covered)
+        return Addition(report, differences, holding, self._positions(report), covered)
 
     def finish(self, final: GenerationReport) -> Finished:
         """What to remember once `final` was taken."""

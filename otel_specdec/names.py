@@ -126,6 +126,30 @@ RATIOS: Final[dict[str, tuple[Metric, Metric]]] = {
 """Each ratio's numerator and denominator. The one to look at first comes first."""
 
 
+# What a `BatchSummary` is called in an experiment tracker: flat names under one prefix, by the fields of `SpecCounts`
+# or by ratio. Numerators, denominators and covered generations are what ranks are merged by.
+TRACKED_TOTALS: Final = {
+    field: f"spec/{field}_total" for field in ("accepted", "proposed", "verify", "completion", "emitted")
+}
+TRACKED_RATIOS: Final = {ratio: f"spec/{ratio}" for ratio in RATIOS}
+TRACKED_COVERAGE: Final = {ratio: f"spec/coverage/{ratio}" for ratio in RATIOS}
+TRACKED_NUMERATORS: Final = {ratio: f"spec/numerator/{ratio}" for ratio in RATIOS}
+TRACKED_DENOMINATORS: Final = {ratio: f"spec/denominator/{ratio}" for ratio in RATIOS}
+TRACKED_COVERED: Final = {ratio: f"spec/covered/{ratio}" for ratio in RATIOS}
+TRACKED_GENERATIONS: Final = "spec/unique_generation_count"
+TRACKED_REPORTS: Final = "spec/record_occurrence_count"
+TRACKED_DUPLICATES: Final = "spec/duplicate_record_count"
+TRACKED_CONFLICTS: Final = "spec/conflicting_generation_count"
+TRACKED_SAMPLES: Final = "spec/sample_count"
+
+PER_SAMPLE: Final = {"spec_accept_rate": ACCEPT_RATE, "spec_accept_length": TOKENS_PER_VERIFY}
+"""What slime, miles and vime call their means over samples, and the ratio that each is a mean of."""
+
+TRACKED_SAMPLE_SUMS: Final = {mean: f"spec/sample_sum/{mean}" for mean in PER_SAMPLE}
+TRACKED_SAMPLE_FRACTIONS: Final = {mean: f"spec/sample_sum_fraction/{mean}" for mean in PER_SAMPLE}
+"""A sum is exact, and split into whole and fraction so that each half fits into the tracker's 64-bit float."""
+
+
 def ratio_set(metric: Metric, holding: frozenset[str]) -> str:
     """The value of `RATIO_SET` for a point of `metric` whose increment may enter the ratios `holding`.
 

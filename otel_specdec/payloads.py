@@ -103,7 +103,7 @@ def counts_from_payload(payload: object) -> SpecCounts:
         float, a text or a number above 2**63 - 1 is unknown, never 0. With several choices the counts are those of all
         of them together, and a count that one of them lacks is unknown.
     """
-    return _guarded(payload).counts
+    return read_safely(payload).counts
 
 
 def check_texts(**arguments: object) -> None:
@@ -136,7 +136,7 @@ def reports_from_payload(
         TypeError: `session_id` or `generation_id` is neither a string nor None.
     """
     check_texts(session_id=session_id, generation_id=generation_id)
-    return _guarded(payload, session_id=session_id, generation_id=generation_id).reports
+    return read_safely(payload, session_id=session_id, generation_id=generation_id).reports
 
 
 class Read(NamedTuple):
@@ -166,7 +166,8 @@ def read(payload: object, *, session_id: str | None = None, generation_id: str |
     return _read_message(message, session_id, generation_id)
 
 
-def _guarded(payload: object, *, session_id: str | None = None, generation_id: str | None = None) -> Read:
+def read_safely(payload: object, *, session_id: str | None = None, generation_id: str | None = None) -> Read:
+    """As `read`, whatever the payload does when it is read; a problem is logged."""
     try:
         found = read(payload, session_id=session_id, generation_id=generation_id)
     except Exception as error:  # a payload is foreign code as well: its properties, its __getattr__, its numbers

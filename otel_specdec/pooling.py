@@ -20,7 +20,8 @@ class Pooled:
     """Sums over all points of one group, and the quotients of sums.
 
     Attributes:
-        attributes: what the group was made by; always has `specdec.source`.
+        attributes: what the group was made by; always has `specdec.source`, but for the one group of all that did not fit
+            into a counter's 2,000 attribute sets (`otel.metric.overflow`).
         totals: every known value, by the fields of `SpecCounts` (tokens, steps); a counter without points is absent.
         generations: finished generations.
         ratios: `acceptance_length` (≥ 0, tokens per step), `accept_rate` (0 … 1), `tokens_per_verify` (≥ 0, tokens per
@@ -37,17 +38,18 @@ class Pooled:
     accept_rate_by_position: Mapping[int, float]
 
 
-def pool(metrics_data: Any, by: Iterable[str] = ()) -> list[Pooled]:
+def pool(metrics_data: Any, by: str | Iterable[str] = ()) -> list[Pooled]:
     """Pool the counters of an in-memory collection.
 
     Args:
         metrics_data: what `InMemoryMetricReader.get_metrics_data()` returned; None, as it returns for nothing, is empty.
-        by: names of point attributes (or resource attributes) to group by, `gen_ai.request.model` for example. Groups
-            are always split by `specdec.source` too: an engine and a recorder may count the same generation.
+        by: a name, or names, of point attributes (or resource attributes) to group by, `gen_ai.request.model` for example.
+            Groups are always split by `specdec.source` too: an engine and a recorder may count the same generation.
 
     Returns:
         One `Pooled` for each group that has points, in the order of its attribute values.
     """
+    by = (by,) if isinstance(by, str) else by
     keys = (names.SOURCE, *(key for key in by if key != names.SOURCE))
     groups: dict[tuple[object, ...], list[tuple[Metric, Mapping[str, Any], int]]] = {}
     for metric, resource, attributes, value in _points(metrics_data):

@@ -11,21 +11,19 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
-from otel_specdec import names
-from otel_specdec.counts import (
-    ALL_RATIOS,
-    COUNT_FIELDS,
-    METRIC_OF_FIELD,
-    GenerationReport,
-    SpecCounts,
-    ratios_holding,
-)
-from otel_specdec.sums import AttributeValue, Series, pool_for
+from otel_specdec import names, payloads
+from otel_specdec.batches import BatchSummary, Identity, Outcome, identity_of, judge, summarize, take_all
+from otel_specdec.counts import GenerationReport
+from otel_specdec.generations import Finished, Running
+from otel_specdec.sums import pool_for
+from otel_specdec.tally import Tally
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.metrics import MeterProvider
 
 logger = logging.getLogger("otel_specdec")
@@ -33,36 +31,21 @@ logger = logging.getLogger("otel_specdec")
 REMEMBERED: Final = 65_536
 """Finished generations that a recorder remembers, and running ones, unless told otherwise."""
 
-Identity = tuple[str | None, str]
-
-
-class _Running:
-    """What is known of a generation that has not finished."""
-
-    __slots__ = ("accepted_by_position", "added", "holding", "known", "proposed_by_position")
-
-    def __init__(self) -> None:
-        # By COUNT_FIELDS: what the counters already have (None: never reported), and whether the last report knew it.
-        self.added: list[int | None] = [None] * len(COUNT_FIELDS)
-        self.known = [True] * len(COUNT_FIELDS)  # a generation starts at known zeros
-        self.holding = ALL_RATIOS  # the ratios that held in every increment so far
-        self.accepted_by_position: Sequence[int] = ()
-        self.proposed_by_position: Sequence[int] = ()
-
 
 class SpecDecRecorder:
     """Adds each generation's counts to the counters exactly once, under `specdec.source` = `response`.
 
-    Reports are cumulative per `(session_id, generation_id)`; what is added is the difference from what that identity has
-    already added. The same final report again is dropped as a duplicate, a contradicting one as a conflict
+    Reports are cumulative per `(session_id, generation_id)`; what is added is the difference from what that identity
+    has already added. The same final report again is dropped as a duplicate, a contradicting one as a conflict
     (`specdec.dropped_reports`, by `specdec.reason`); what was added stays. Thread-safe.
 
     Args:
         meter_provider: the MeterProvider to count into; default: the global one. Without an SDK nothing is emitted.
         speculation: whether the engine speculates. True: generations without any draft counter are counted too, under
-            ratio set `none`, so that coverage shows them. None (not known): they add nothing. False: nothing is emitted.
+            ratio set `none`, so that coverage shows them. None (not known): they add nothing. False: nothing is
+            emitted.
         remembered: how many finished generations are remembered to find duplicates, and how many running ones at most
-            (each > 0). A report for a finished generation that has fallen out of this window counts anew.
+            (each > 0). A report for a generation that has fallen out of this window counts anew.
 
     Raises:
         ValueError: `remembered` is not positive.
@@ -81,9 +64,8 @@ class SpecDecRecorder:
         self._speculation = speculation
         self._remembered = remembered
         self._lock = threading.Lock()
-        self._running: OrderedDict[Identity, _Running] = OrderedDict()
-        # The final report's counts, and the last known ones, which differ where the final report knew less.
-        self._finished: OrderedDict[Identity, tuple[SpecCounts, SpecCounts]] = OrderedDict()
+        self._running: OrderedDict[Identity, Running] = OrderedDict()
+        self._finished: OrderedDict[Identity, Finished] = OrderedDict()
         self._logged: set[str] = set()
         _recorders.add(self)
 
@@ -92,160 +74,217 @@ class SpecDecRecorder:
 
         Anything that is not a `GenerationReport` is dropped, counted as `invalid` and logged once.
         """
+        if not isinstance(report, GenerationReport):
+            self._drop_invalid([report])
+        elif not self._is_off([report]):
+            tally = Tally()
+            with self._lock:
+                self._take_up(identity_of(report), [report], 1, tally)
+                self._pool_up(tally)
+
+    def record_payload(
+        self,
+        payload: object,
+        *,
+        session_id: str | None = None,
+        generation_id: str | None = None,
+        sample_id: str | None = None,
+        model: str | None = None,
+        provider: str | None = None,
+        method: str | None = None,
+        engine_index: int | None = None,
+        context: Context | None = None,
+    ) -> list[GenerationReport]:
+        """Count what a response says: `reports_from_payload`, then `record`. It never raises for what a payload says.
+
+        A payload that is no response, has counters but no id, or has names like those of speculative decoding but its
+        accepted and proposed tokens under none that is known (an engine has renamed them) is counted under
+        `specdec.dropped_reports`, `specdec.reason` = `invalid`, and logged once; what can be read of it is counted all
+        the same. Of a streamed response hand over what `StreamedResponse` has put together, once.
+
+        Args:
+            payload: as for `reports_from_payload`, as are `session_id` and `generation_id`.
+            sample_id, model, provider, method, engine_index, context: of the reports, where the caller knows better
+                than the payload, or the payload does not say. The model should be named as in the engine's own
+                metrics, which is not always what the client asked for.
+
+        Returns:
+            The reports that were read of it, whether or not they added anything.
+
+        Raises:
+            TypeError, ValueError: an argument other than `payload` has the wrong type or range.
+        """
+        payloads.check_texts(session_id=session_id, generation_id=generation_id)
+        given: dict[str, Any] = {
+            "sample_id": sample_id,
+            "model": model,
+            "provider": provider,
+            "method": method,
+            "engine_index": engine_index,
+            "context": context,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        found = payloads.read_safely(payload, session_id=session_id, generation_id=generation_id)
+        reports = [replace(report, **given) for report in found.reports]
+        for report in reports:
+            self.record(report)
+        if found.problem:
+            self._count_invalid(1)
+        return reports
+
+    def record_batch(self, reports: Iterable[GenerationReport], *, dedupe: str = "window") -> BatchSummary:
+        """Count a whole batch, each generation once, and say what is in it. It never raises for what a report says.
+
+        Duplicates and conflicts are found before anything is counted, so the order within the batch does not matter,
+        and a generation whose reports contradict each other is left out whole.
+
+        Args:
+            reports: the batch; a generation that several trajectories share may come with each of them. Anything that
+                is not a `GenerationReport` is dropped as `invalid`.
+            dedupe: `window` also finds generations that an earlier call counted, the last `remembered` ones: their
+                reports are duplicates or in conflict, and what was counted stays. `batch` knows this batch alone and
+                remembers nothing of it, for ids that are unique within one batch only, such as an index; a batch that
+                is handed over twice counts twice then.
+
+        Returns:
+            The summary of this batch alone, whatever was recorded before it.
+
+        Raises:
+            ValueError: `dedupe` is neither of the two.
+        """
+        if dedupe not in ("window", "batch"):
+            raise ValueError(f"dedupe must be 'window' or 'batch', not {dedupe!r}")
+        handed = list(reports)
+        batch = [report for report in handed if isinstance(report, GenerationReport)]
+        if len(batch) < len(handed):
+            self._drop_invalid([report for report in handed if not isinstance(report, GenerationReport)])
+        if self._is_off(batch):
+            return summarize([], Tally(), len(batch))
+        told = judge(batch, speculation=self._speculation)
+        both, counters_only, summary_only = Tally(), Tally(), Tally()
+        came_back = 0
         with self._lock:
-            increments = self._increments(report) if isinstance(report, GenerationReport) else self._invalid(report)
-            if increments:
-                self._pool.add(increments)
+            for one in told:
+                if one.outcome is None:
+                    self._conflict(one.identity, one.number, both)
+                elif dedupe == "batch" or not self._knows(one.identity):
+                    _add(one.outcome, both)
+                    if dedupe == "window":
+                        self._remember(one.identity, one.outcome)
+                else:
+                    came_back += _is_index(one.identity[1])
+                    _add(one.outcome, summary_only)
+                    self._take_up(one.identity, one.reports, one.number, counters_only)
+            counters_only.update(both)
+            self._pool_up(counters_only)
+        if 2 * came_back > len(told):
+            self._log_once(
+                "indices",
+                "otel_specdec: generation ids that look like indices (%r) came back with another batch, where they are "
+                "taken for the same generations. Give each batch a session_id of its own (the rollout step), or "
+                "record_batch(..., dedupe='batch') where ids are unique within a batch only.",
+                next(one.identity[1] for one in told if _is_index(one.identity[1])),
+            )
+        summary_only.update(both)
+        return summarize(told, summary_only, len(batch))
 
-    def _invalid(self, report: object) -> list[tuple[Series, int]]:
-        self._log_once(
-            names.INVALID,
-            "otel_specdec: record() takes a GenerationReport, not %s; it was dropped. Shown once; %s counts them.",
-            type(report).__name__,
-            names.Metric.DROPPED_REPORTS.value,
-        )
-        # Where nothing speculates there is not one point, this one included.
-        return [] if self._speculation is False else [(self._dropped(names.INVALID), 1)]
+    # Under the lock
 
-    def _increments(self, report: GenerationReport) -> list[tuple[Series, int]]:
-        if self._speculation is False:
-            if report.counts.accepted or report.counts.proposed or report.counts.verify:
-                self._log_once(
-                    "speculation",
-                    "otel_specdec: a report has draft counters, but this recorder was made with speculation=False, "
-                    "so nothing is counted. Leave the argument out, or give True.",
-                )
-            return []
-        identity = (report.session_id, report.generation_id)
-        if identity in self._finished:
-            return self._after_finish(identity, report)
-        running = self._running.get(identity)
-        if running is None:
-            if not report.counts.knows_drafts and not self._speculation:
-                return []
-            running = _Running()
-        counts = [getattr(report.counts, field) for field in COUNT_FIELDS]
-        higher = any(new is not None and new > (old or 0) for new, old in zip(counts, running.added))
-        lower = any(new is not None and new < (old or 0) for new, old in zip(counts, running.added))
-        if not report.finished and not higher:
-            return []  # late
-        if lower:
-            return self._conflict(identity)
-        if report.counts.completion == 0:
-            return []  # ended, or stands, before its first token: no generation (yet)
-        increments = self._advance(running, report, counts)
-        if report.finished:
-            increments.append((self._series(report, names.Metric.GENERATIONS, running.holding), 1))
+    def _take_up(self, identity: Identity, reports: Sequence[GenerationReport], number: int, tally: Tally) -> None:
+        """Add what a generation's reports, in this order, add to what is remembered of it: all of them, or none."""
+        finished, running = self._finished.get(identity), self._running.get(identity)
+        # A copy, because it is only then known whether one of the reports is in conflict.
+        state = finished or (running.copy() if running else Running())
+        outcome = take_all(state, reports, speculation=self._speculation)
+        if outcome is None:
+            self._conflict(identity, number, tally)
+        else:
+            _add(outcome, tally)
+            self._remember(identity, outcome)
+
+    def _knows(self, identity: Identity) -> bool:
+        return identity in self._finished or identity in self._running
+
+    def _remember(self, identity: Identity, outcome: Outcome) -> None:
+        if not outcome.additions:
+            return
+        if isinstance(outcome.state, Finished):
             self._running.pop(identity, None)
-            known = SpecCounts(*running.added)
-            self._finished[identity] = (report.counts, report.counts if known == report.counts else known)
+            self._finished[identity] = outcome.state
             if len(self._finished) > self._remembered:
                 self._finished.popitem(last=False)
         else:
-            self._running[identity] = running
+            self._running[identity] = outcome.state
             self._running.move_to_end(identity)
             if len(self._running) > self._remembered:
                 self._running.popitem(last=False)
                 self._log_once(
                     "running",
-                    f"otel_specdec: more than {self._remembered} generations are running at once; the one that was silent "
-                    "longest is forgotten, and counts anew if it reports again. Raise `remembered`.",
+                    "otel_specdec: more than %d generations are running at once; the one that was silent longest is "
+                    "forgotten, and counts anew if it reports again. Raise `remembered`.",
+                    self._remembered,
                 )
-        return increments
 
-    def _after_finish(self, identity: Identity, report: GenerationReport) -> list[tuple[Series, int]]:
-        final, known = self._finished[identity]
-        if report.finished:
-            if report.counts == final:
-                return [(self._dropped(names.DUPLICATE), 1)]
-            return self._conflict(identity)
-        for field in COUNT_FIELDS:
-            new, old = getattr(report.counts, field), getattr(known, field)
-            if new is not None and old is not None and new > old:
-                return self._conflict(identity)
-        return []  # late
-
-    def _conflict(self, identity: Identity) -> list[tuple[Series, int]]:
+    def _conflict(self, identity: Identity, number: int, tally: Tally) -> None:
+        tally.dropped[names.CONFLICT] += number
         self._log_once(
             names.CONFLICT,
-            "otel_specdec: a report of generation %r contradicts an earlier one of the same session and id; it was "
-            "dropped, the counts of the earlier stay. Ids that come back with other generations need a session_id. "
-            "Shown once; %s counts them.",
+            "otel_specdec: reports of generation %r contradict each other; they were dropped, and what an earlier call "
+            "had counted stays. Ids that come back with other generations need a session_id. Shown once; %s counts "
+            "them.",
             identity[1][:200],
             names.Metric.DROPPED_REPORTS.value,
         )
-        return [(self._dropped(names.CONFLICT), 1)]
 
-    def _advance(
-        self, running: _Running, report: GenerationReport, counts: list[int | None]
-    ) -> list[tuple[Series, int]]:
-        """Move `running` on to what `report` says, and return what that adds."""
-        differences = [None if new is None else new - (old or 0) for new, old in zip(counts, running.added)]
-        # A half of a ratio counts only where it was known at both ends of the increment.
-        increment = SpecCounts(
-            *(diff if known else None for diff, known in zip(differences, running.known))
+    def _pool_up(self, tally: Tally) -> None:
+        sums = list(tally.sums(self._pool.recorder_process))
+        if sums:
+            self._pool.add(sums)
+
+    # Anywhere
+
+    def _is_off(self, reports: Sequence[GenerationReport]) -> bool:
+        """Whether nothing is counted at all, because nothing speculates."""
+        if self._speculation is not False:
+            return False
+        if any(report.counts.accepted or report.counts.proposed or report.counts.verify for report in reports):
+            self._log_once(
+                "speculation",
+                "otel_specdec: a report has draft counters, but this recorder was made with speculation=False, "
+                "so nothing is counted. Leave the argument out, or give True.",
+            )
+        return True
+
+    def _drop_invalid(self, reports: Sequence[object]) -> None:
+        self._log_once(
+            names.INVALID,
+            "otel_specdec: a recorder takes GenerationReports, not %s; it was dropped. Shown once; %s counts them.",
+            type(reports[0]).__name__,
+            names.Metric.DROPPED_REPORTS.value,
         )
-        holding = ratios_holding(increment)
-        running.holding &= holding
-        added = [
-            (self._series(report, METRIC_OF_FIELD[field], holding), diff)
-            for field, diff in zip(COUNT_FIELDS, differences)
-            if diff is not None
-        ]
-        running.added = [old if new is None else new for new, old in zip(counts, running.added)]
-        running.known = [new is not None for new in counts]
-        added += self._positions(running, report)
-        return added
+        self._count_invalid(len(reports))
 
-    def _positions(self, running: _Running, report: GenerationReport) -> list[tuple[Series, int]]:
-        """What the positions add since they were last known and consistent, both halves together or neither."""
-        accepted, proposed = report.accepted_by_position, report.proposed_by_position
-        if accepted is None or proposed is None:
-            return []
-        differences = []
-        for metric, new, old in (
-            (names.Metric.POSITION_ACCEPTED, accepted, running.accepted_by_position),
-            (names.Metric.POSITION_PROPOSED, proposed, running.proposed_by_position),
-        ):
-            differences.append([count - (old[i] if i < len(old) else 0) for i, count in enumerate(new)])
-        consistent = len(accepted) == len(proposed) and len(accepted) >= len(running.accepted_by_position)
-        if not consistent or any(not 0 <= a <= p for a, p in zip(*differences)):
-            return []
-        running.accepted_by_position, running.proposed_by_position = accepted, proposed
-        attributes = self._attributes(report)
-        return [
-            (Series.of(metric, {**attributes, names.POSITION: position}), value)
-            for metric, values in zip((names.Metric.POSITION_ACCEPTED, names.Metric.POSITION_PROPOSED), differences)
-            for position, value in enumerate(values[: names.MAX_POSITIONS])
-        ]
-
-    def _attributes(self, report: GenerationReport) -> dict[str, AttributeValue | None]:
-        return {
-            names.PROVIDER: report.provider,
-            names.MODEL: report.model,
-            names.METHOD: report.method,
-            names.SOURCE: names.RESPONSE,
-            names.ENGINE_INDEX: report.engine_index,
-            names.PROCESS: self._pool.recorder_process,
-        }
-
-    def _series(self, report: GenerationReport, metric: names.Metric, holding: frozenset[str]) -> Series:
-        return Series.of(metric, {**self._attributes(report), names.RATIO_SET: names.ratio_set(metric, holding)})
-
-    def _dropped(self, reason: str) -> Series:
-        return Series.of(
-            names.Metric.DROPPED_REPORTS,
-            {
-                names.REASON: reason,
-                names.SOURCE: names.RESPONSE,
-                names.PROCESS: self._pool.recorder_process,
-            },
-        )
+    def _count_invalid(self, number: int) -> None:
+        if self._speculation is not False:  # where nothing speculates there is not one point, this one included
+            tally = Tally()
+            tally.dropped[names.INVALID] += number
+            self._pool_up(tally)
 
     def _log_once(self, what: str, message: str, *args: object) -> None:
         if what not in self._logged:
             self._logged.add(what)
             logger.warning(message, *args)
+
+
+def _add(outcome: Outcome, tally: Tally) -> None:
+    for addition in outcome.additions:
+        tally.add(addition)
+    if outcome.duplicates:
+        tally.dropped[names.DUPLICATE] += outcome.duplicates
+
+
+def _is_index(generation_id: str) -> bool:
+    return len(generation_id) <= 6 and generation_id.isdecimal()
 
 
 _recorders: weakref.WeakSet[SpecDecRecorder] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Increments of recorded generations added up: few rows, however many reports, and then the series that they go to.
+"""What recorded generations add, added up: few rows, however many reports, and then the series that they go to.
 
 Not thread-safe; a recorder makes one for each call. An increment costs about a microsecond, the series some ten
 microseconds for each distinct set of point attributes.
@@ -13,7 +13,7 @@ from typing import Final
 
 from otel_specdec import names
 from otel_specdec.counts import COUNT_FIELDS, METRIC_OF_FIELD, GenerationReport
-from otel_specdec.generations import Increment
+from otel_specdec.generations import Addition
 from otel_specdec.names import Metric
 from otel_specdec.sums import AttributeValue, Series
 
@@ -25,14 +25,16 @@ Holding = frozenset[str]
 
 _NO_COUNTS: Final = (None,) * len(COUNT_FIELDS)
 
-_attributes_of: Final[Callable[[GenerationReport], Attributes]] = attrgetter("provider", "model", "method", "engine_index")
+_attributes_of: Final[Callable[[GenerationReport], Attributes]] = attrgetter(
+    "provider", "model", "method", "engine_index"
+)
 
 
 class Tally:
-    """Sums over increments and dropped reports.
+    """Sums over additions and dropped reports.
 
     Attributes:
-        counts: for each set of attributes and ratios the sums by `COUNT_FIELDS`; None where no increment knew the count.
+        counts: for each set of attributes and ratios the sums by `COUNT_FIELDS`; None where nobody knew the count.
         generations: finished generations by attributes and by the ratios that held in every one of their increments.
         positions: accepted and proposed tokens by draft position, for each set of attributes.
         dropped: reports that were not counted, by reason.
@@ -46,21 +48,21 @@ class Tally:
         self.positions: dict[Attributes, tuple[Counter[int], Counter[int]]] = {}
         self.dropped: Counter[str] = Counter()
 
-    def add(self, increment: Increment) -> None:
+    def add(self, addition: Addition) -> None:
         """Add what a report adds."""
-        attributes = _attributes_of(increment.report)
-        key = (attributes, increment.holding)
+        attributes = _attributes_of(addition.report)
+        key = (attributes, addition.holding)
         row = self.counts.get(key)
         if row is None:
             row = self.counts[key] = list(_NO_COUNTS)
-        for i, value in enumerate(increment.counts):
+        for i, value in enumerate(addition.counts):
             if value is not None:
                 row[i] = (row[i] or 0) + value
-        if increment.covered is not None:
-            self.generations[attributes, increment.covered] += 1
-        if increment.positions is not None:
+        if addition.covered is not None:
+            self.generations[attributes, addition.covered] += 1
+        if addition.positions is not None:
             halves = self.positions.setdefault(attributes, (Counter(), Counter()))
-            for half, values in zip(halves, increment.positions, strict=True):
+            for half, values in zip(halves, addition.positions, strict=True):
                 for position, value in enumerate(values[: names.MAX_POSITIONS]):
                     half[position] += value
 

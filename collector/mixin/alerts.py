@@ -94,9 +94,7 @@ and on ({", ".join(POOL)}) specdec:replicas:count > 1""",
             "warning",
             f"Replica {{{{ $labels.instance }}}} of {pool} finishes nothing",
             """It still exports, but for 15 minutes no generation has finished on it, while the replicas of its pool finish
-            {{ $value }} on average. Look for a hung engine, or a balancer that no longer sends it anything.""".replace(
-                " {{ $value }} on average", " theirs"
-            ),
+            theirs. Look for a hung engine, or a balancer that no longer sends it anything.""",
         ),
         _alert(
             "SpecDecReportsDropped",

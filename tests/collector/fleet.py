@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class Replica:
         self.add(generations=0, accepted=0, proposed=0, verify=0, completion=0, emitted=0)
         for position in range(self.positions):
             self.add_position(position, 0, 0)
+        # An export in the millisecond of its birth would have no start of its own; no process is that fast.
+        time.sleep(0.002)
 
     @property
     def attributes(self) -> dict[str, str | int]:
@@ -117,7 +120,8 @@ class Replica:
 
     def collect(self) -> bytes:
         """The next export; from here on its increments are owed by everything downstream."""
-        request = encode_metrics(self._reader.get_metrics_data())
+        data = self._reader.get_metrics_data()  # None: a reader of deltas had nothing new
+        request = encode_metrics(data) if data is not None else ExportMetricsServiceRequest()
         if self.skew:
             _move(request, int(self.skew * 1e9))
         self.truth.update(self._unsent)

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,8 @@ def test_a_provider_is_made_as_the_environment_says(
 def test_only_where_grpc_is_not_installed_http_is_the_default(
     exporters: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = provider_module.entry_points
-
-    def without_grpc(**which: str) -> Any:
-        return [point for point in find(**which) if point.name != "otlp_proto_grpc"]
+    def without_grpc(**which: Any) -> Any:
+        return [point for point in entry_points(**which) if point.name != "otlp_proto_grpc"]
 
     monkeypatch.setattr(provider_module, "entry_points", without_grpc)
     made = provider_from_environment({"OTEL_METRICS_EXPORTER": "otlp"})

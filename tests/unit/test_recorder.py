@@ -398,8 +398,13 @@ def test_a_generation_is_covered_by_the_ratios_that_held_in_every_increment(
     recorder.record(final(accepted=7, proposed=12, verify=3, completion=11, emitted=12))
     assert meter.sets()["generations", "tokens_per_verify"] == 1
     assert meter.totals() == {
-        "accepted": 7, "proposed": 12, "verify": 3, "completion": 11, "emitted": 12, "generations": 1
-    }  # fmt: skip
+        "accepted": 7,
+        "proposed": 12,
+        "verify": 3,
+        "completion": 11,
+        "emitted": 12,
+        "generations": 1,
+    }
 
 
 def test_a_count_that_the_final_report_does_not_know_keeps_what_was_added(

