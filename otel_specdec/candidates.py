@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 PLACES: Final = 64
@@ -59,9 +59,17 @@ class Candidates(Generic[C]):
     def __bool__(self) -> bool:
         return self._live > 0
 
-    def born(self, make: Callable[[float], C]) -> C | None:
-        """A generation came to life: its candidate if it gets a place, made by `make(order)`."""
-        order = random.random()
+    def misses(self, orders: Sequence[float]) -> bool:
+        """Whether none of so many births would get a place, with these random numbers: drawn before, for `born`."""
+        return len(self._young) >= self._free and (not self._young or min(orders) >= -self._young[0][0])
+
+    def born(self, make: Callable[[float], C], order: float | None = None) -> C | None:
+        """A generation came to life: its candidate if it gets a place, made by `make(order)`.
+
+        `order` is its random number in [0, 1) where it was drawn before.
+        """
+        if order is None:
+            order = random.random()
         if len(self._young) < self._free:
             candidate = make(order)
             heapq.heappush(self._young, (-order, next(self._tie), candidate))

@@ -20,8 +20,9 @@ from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 from otel_specdec import names
 from otel_specdec.counts import COUNT_FIELDS, METRIC_OF_FIELD, ratios_holding
 from otel_specdec.engines import EngineDescription, Increment, Picked, Tally
+from otel_specdec.engines import sglang as sglang_adapter
 from otel_specdec.engines import vllm as vllm_adapter
-from otel_specdec.package import VLLM_DISTRIBUTIONS
+from otel_specdec.package import SGLANG_DISTRIBUTIONS, VLLM_DISTRIBUTIONS
 from otel_specdec.provider import (
     Flusher,
     instrumentation_disabled,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("otel_specdec")
 
 
-_COUNTERS = (*METRIC_OF_FIELD.values(), names.Metric.GENERATIONS)
 _POSITIONS = (names.Metric.POSITION_ACCEPTED, names.Metric.POSITION_PROPOSED)
 
 
@@ -55,6 +55,10 @@ class EngineSource:
             names.PROCESS: process,
         }
         self._ratios = engine.ratios
+        self._known = [
+            *(metric for field, metric in METRIC_OF_FIELD.items() if field not in engine.unknown),
+            names.Metric.GENERATIONS,
+        ]
         self._max_drafts = min(engine.max_drafts, names.MAX_POSITIONS)
         self._counters: dict[tuple[names.Metric, frozenset[str]], Series] = {}
         self._positions: dict[tuple[names.Metric, int], Series] = {}
@@ -65,7 +69,7 @@ class EngineSource:
 
     def expected(self) -> list[Series]:
         """Every series that this engine's configuration can produce: the full ratio sets, and positions 0 to k − 1."""
-        return [self._counter(metric, self._ratios) for metric in _COUNTERS] + [
+        return [self._counter(metric, self._ratios) for metric in self._known] + [
             self._position(metric, position) for metric in _POSITIONS for position in range(self._max_drafts)
         ]
 
@@ -209,23 +213,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class VLLMSpecDecInstrumentor(BaseInstrumentor):
-    """Counts vLLM's speculative decoding in the process that holds the scheduler.
+class _EngineInstrumentor(BaseInstrumentor):
+    """What the instrumentors of all engines have in common: one engine's hooks, installed for one `EngineCounters`."""
 
-    `VLLMSpecDecInstrumentor().instrument(meter_provider=None)` may come before or after vllm is imported, and after the
-    engine was built (it then counts from there on). `uninstrument()` puts vLLM's methods back; what was counted until
-    then is in the next collection.
-    """
-
-    _hooks: vllm_adapter.Hooks | None = None
+    _module = ""
+    _distributions: Iterable[str] = ()
+    _adapter: Any = None
+    _hooks: Any = None
     _by_plugin = False
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Nothing where vLLM is there, under whichever distribution name and version; else `vllm`."""
-        return () if _is_installed("vllm", VLLM_DISTRIBUTIONS) else ("vllm",)
+        """Nothing where the engine is there, under whichever distribution name and version; else its first name."""
+        return () if _is_installed(self._module, self._distributions) else (self._module,)
 
     def instrument(self, **kwargs: Any) -> Any:
-        """Hook vLLM. A call by the application takes over from vLLM's plugin, which came first and knows no arguments.
+        """Hook the engine. A call by the application takes over from the engine's plugin, which knows no arguments.
 
         Args:
             kwargs: `meter_provider`, the MeterProvider to count into (default: the global one; where the process has
@@ -236,10 +238,10 @@ class VLLMSpecDecInstrumentor(BaseInstrumentor):
         return super().instrument(**kwargs)
 
     def _instrument(self, **kwargs: Any) -> None:
-        if not _is_installed("vllm", VLLM_DISTRIBUTIONS):
-            logger.info("otel_specdec: vllm is not installed here, so there is nothing to instrument.")
+        if not _is_installed(self._module, self._distributions):
+            logger.info("otel_specdec: %s is not installed here, so there is nothing to instrument.", self._module)
             return
-        self._hooks = vllm_adapter.Hooks(EngineCounters(kwargs.get("meter_provider"), vllm_adapter.logger))
+        self._hooks = self._adapter.Hooks(EngineCounters(kwargs.get("meter_provider"), self._adapter.logger))
         self._hooks.install()
 
     def _uninstrument(self, **kwargs: Any) -> None:
@@ -247,6 +249,32 @@ class VLLMSpecDecInstrumentor(BaseInstrumentor):
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+
+
+class VLLMSpecDecInstrumentor(_EngineInstrumentor):
+    """Counts vLLM's speculative decoding in the process that holds the scheduler.
+
+    `VLLMSpecDecInstrumentor().instrument(meter_provider=None)` may come before or after vllm is imported, and after the
+    engine was built (it then counts from there on). `uninstrument()` puts vLLM's methods back; what was counted until
+    then is in the next collection.
+    """
+
+    _module = "vllm"
+    _distributions = VLLM_DISTRIBUTIONS
+    _adapter = vllm_adapter
+
+
+class SGLangSpecDecInstrumentor(_EngineInstrumentor):
+    """Counts SGLang's speculative decoding in the process that holds the tokenizer manager.
+
+    `SGLangSpecDecInstrumentor().instrument(meter_provider=None)` may come before or after sglang is imported, but before
+    the engine or the server is made: to 0.5.10 it captures the methods that are hooked. `uninstrument()` puts them back;
+    what was counted until then is in the next collection.
+    """
+
+    _module = "sglang"
+    _distributions = SGLANG_DISTRIBUTIONS
+    _adapter = sglang_adapter
 
 
 def _is_installed(module: str, distributions: Iterable[str]) -> bool:
@@ -264,13 +292,24 @@ def vllm_plugin() -> None:
 
     It instruments only where metrics are wanted: the process has a MeterProvider, or the environment asks for one.
     """
+    _start_by_plugin(VLLMSpecDecInstrumentor, "specdec_vllm")
+
+
+def sglang_plugin() -> None:
+    """Entry point of `sglang.srt.plugins` (0.5.14 on): SGLang calls it in every process but tokenizer workers. Never raises.
+
+    It instruments only where metrics are wanted: the process has a MeterProvider, or the environment asks for one.
+    """
+    _start_by_plugin(SGLangSpecDecInstrumentor, "specdec_sglang")
+
+
+def _start_by_plugin(kind: type[_EngineInstrumentor], entry_point: str) -> None:
     try:
-        instrumentor = VLLMSpecDecInstrumentor()
-        if instrumentor.is_instrumented_by_opentelemetry or instrumentation_disabled("specdec_vllm"):
+        instrumentor = kind()
+        if instrumentor.is_instrumented_by_opentelemetry or instrumentation_disabled(entry_point):
             return
         if has_provider() or metrics_asked_for():
             instrumentor.instrument(skip_dep_check=True)
-            VLLMSpecDecInstrumentor._by_plugin = True
+            kind._by_plugin = True
     except Exception:
-        logger.warning("otel_specdec: vLLM's plugin could not start; vLLM is not affected.", exc_info=True)
-
+        logger.warning("otel_specdec: the plugin %s could not start; the engine is not affected.", entry_point, exc_info=True)

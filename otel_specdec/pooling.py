@@ -20,7 +20,7 @@ class Pooled:
     """Sums over all points of one group, and the quotients of sums.
 
     Attributes:
-        attributes: what the group was made by; always has `specdec.source`, but for the one group of all that did not fit
+        attributes: what the group was made by; always has `specdec.source`, but for the one group of what did not fit
             into a counter's 2,000 attribute sets (`otel.metric.overflow`).
         totals: every known value, by the fields of `SpecCounts` (tokens, steps); a counter without points is absent.
         generations: finished generations.
@@ -42,9 +42,11 @@ def pool(metrics_data: Any, by: str | Iterable[str] = ()) -> list[Pooled]:
     """Pool the counters of an in-memory collection.
 
     Args:
-        metrics_data: what `InMemoryMetricReader.get_metrics_data()` returned; None, as it returns for nothing, is empty.
-        by: a name, or names, of point attributes (or resource attributes) to group by, `gen_ai.request.model` for example.
-            Groups are always split by `specdec.source` too: an engine and a recorder may count the same generation.
+        metrics_data: what `InMemoryMetricReader.get_metrics_data()` returned; None, as it returns for nothing, is
+            empty.
+        by: a name, or names, of point attributes (or resource attributes) to group by, for example
+            `gen_ai.request.model`. Groups are always split by `specdec.source` too: an engine and a recorder may count
+            the same generation.
 
     Returns:
         One `Pooled` for each group that has points, in the order of its attribute values.
@@ -56,7 +58,7 @@ def pool(metrics_data: Any, by: str | Iterable[str] = ()) -> list[Pooled]:
         group = tuple(attributes.get(key, resource.get(key)) for key in keys)
         groups.setdefault(group, []).append((metric, attributes, value))
     return [
-        _pooled({k: v for k, v in zip(keys, group) if v is not None}, points)
+        _pooled({k: v for k, v in zip(keys, group, strict=True) if v is not None}, points)
         for group, points in sorted(groups.items(), key=lambda item: tuple(map(repr, item[0])))
     ]
 

@@ -10,14 +10,12 @@ Threads: `Flusher` has one daemon thread, started with the first engine; the eng
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from multiprocessing import util as multiprocessing_util
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -179,6 +177,9 @@ def _at_exit(flusher: Flusher) -> None:
     """
 
 
+    import multiprocessing  # here: it is some ms, and only engines need it
+    from multiprocessing.util import Finalize
+
     if multiprocessing.parent_process() is None:
         return
     pid = os.getpid()
@@ -187,4 +188,4 @@ def _at_exit(flusher: Flusher) -> None:
         if os.getpid() == pid:
             flusher.at_exit()
 
-    multiprocessing_util.Finalize(None, last_flush, exitpriority=100)
+    Finalize(None, last_flush, exitpriority=100)

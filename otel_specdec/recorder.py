@@ -103,10 +103,16 @@ class SpecDecRecorder:
         the same. Of a streamed response hand over what `StreamedResponse` has put together, once.
 
         Args:
-            payload: as for `reports_from_payload`, as are `session_id` and `generation_id`.
-            sample_id, model, provider, method, engine_index, context: of the reports, where the caller knows better
-                than the payload, or the payload does not say. The model should be named as in the engine's own
-                metrics, which is not always what the client asked for.
+            payload: as for `reports_from_payload`.
+            session_id: the session, rollout step or batch in which the response's id is unique.
+            generation_id: instead of the response's id, or where it has none.
+            sample_id: the training sample that the generation belongs to.
+            model: instead of the payload's; it should be the name in the engine's own metrics, which is not always the
+                one that the client asked for.
+            provider: the engine, instead of the one that the payload's names tell.
+            method: the drafting method, which no payload says.
+            engine_index: data-parallel rank, instead of the payload's.
+            context: the OpenTelemetry context of the request.
 
         Returns:
             The reports that were read of it, whether or not they added anything.
@@ -128,7 +134,8 @@ class SpecDecRecorder:
         reports = [replace(report, **given) for report in found.reports]
         for report in reports:
             self.record(report)
-        if found.problem:
+        if problem := found.problem or found.unidentified:
+            payloads.warn_of(problem)
             self._count_invalid(1)
         return reports
 

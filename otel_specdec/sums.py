@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,8 +84,8 @@ class Pool:
         self._pending: dict[Series, int] = {}
         self._born: dict[names.Metric, set[Series]] = {metric: set() for metric in names.Metric}
         self._sources: list[Source] = []
-        self._suffix = "" if _instance_id(provider) else f"-{secrets.token_hex(4)}"
-        self.recorder_process = f"recorder-{secrets.token_hex(4)}"
+        self._suffix = "" if _instance_id(provider) else f"-{_random_suffix()}"
+        self.recorder_process = f"recorder-{_random_suffix()}"
         self._logged: set[str] = set()
         self._last_ms = 0
         self._muted = False
@@ -209,15 +208,19 @@ class Pool:
         self._pending = {}
         self._sources = []
         self._born = {metric: set() for metric in names.Metric}
-        self.recorder_process = f"recorder-{secrets.token_hex(4)}"
+        self.recorder_process = f"recorder-{_random_suffix()}"
         if self._suffix:
-            self._suffix = f"-{secrets.token_hex(4)}"
+            self._suffix = f"-{_random_suffix()}"
         self._muted = not all(map(_forget_streams, self._counters.values()))
         if self._muted:
             logger.warning(
                 "otel_specdec cannot clear the counts that this process inherited by fork from an instrumented one "
                 "(unknown OpenTelemetry SDK): it counts nothing here, lest they are exported twice."
             )
+
+
+def _random_suffix() -> str:
+    return os.urandom(4).hex()  # `secrets` would import OpenSSL in every process
 
 
 def _instance_id(provider: MeterProvider) -> object:

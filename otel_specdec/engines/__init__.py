@@ -26,6 +26,7 @@ class EngineDescription:
         ratios: the ratios that this engine can be expected to know for every generation; their series begin at 0 when
             the engine comes up.
         role: what the process is to the engine (`specdec.process`): `engine-0`, `tokenizer-2`; "" for `engine-<index>`.
+        unknown: the fields of `SpecCounts` that no generation of this engine will have; their series do not begin.
     """
 
     provider: str
@@ -35,6 +36,7 @@ class EngineDescription:
     index: int
     ratios: frozenset[str]
     role: str = ""
+    unknown: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)

@@ -16,17 +16,20 @@ and a collection adds the difference to what was added before. Nothing is kept o
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import multiprocessing
 import os
+import random
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, repeat, zip_longest
 from operator import add, attrgetter, le, mul
 from typing import Any, Final, NamedTuple
@@ -34,7 +37,7 @@ from typing import Any, Final, NamedTuple
 import wrapt
 
 from otel_specdec.candidates import PICKS, Candidate, Candidates
-from otel_specdec.counts import COUNT_FIELDS, SpecCounts, ratios_holding
+from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, SpecCounts, ratios_holding
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken, TraceIds
 from otel_specdec.names import MAX_POSITIONS
 
@@ -61,8 +64,19 @@ _GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 _HEALTH_CHECK: Final = "HEALTH_CHECK"
 
 _finished = attrgetter("finished")
+_trace = attrgetter("trace")
 _sampling_params = attrgetter("obj.sampling_params")
 _none: Final = repeat(None)
+_one: Final = repeat(1)
+
+Columns = tuple[
+    Sequence[int] | None,
+    Sequence[int] | None,
+    Sequence[int] | None,
+    Sequence[int] | None,
+    Sequence[Sequence[int]] | None,
+]
+"""The columns of a message, in the order of `Row`; None for one that it has not, or that says nothing here."""
 
 
 class Row(NamedTuple):
@@ -134,18 +148,27 @@ class _Sums:
         if value is not None:
             self.counts[field] = self.counts.get(field, 0) + value
 
-    def add_positions(self, histogram: Sequence[int], verify: int, chain: int) -> None:
-        """`histogram[n]` steps accepted n of `chain` draft tokens: position i was accepted in all with n above i."""
-        accepted = 0
-        for position in range(min(chain, len(histogram) - 1) - 1, -1, -1):
-            accepted += histogram[position + 1]
+    def add_positions(self, histogram: Sequence[int], verify: int, accepted: int | None, chain: int) -> None:
+        """`histogram[n]` steps accepted n of `chain` drafts: position i was accepted in all of them with n above i.
+
+        Nothing is added where the histogram does not go with the other columns.
+        """
+        if (
+            len(histogram) > chain + 1
+            or sum(histogram) != verify
+            or sum(map(mul, histogram, range(len(histogram)))) != accepted
+        ):
+            return
+        reached = 0
+        for position in range(len(histogram) - 2, -1, -1):
+            reached += histogram[position + 1]
             if position < MAX_POSITIONS:
-                self.accepted_at[position] += accepted
+                self.accepted_at[position] += reached
         for position in range(min(chain, MAX_POSITIONS)):
             self.proposed_at[position] += verify
 
     def increment(self, ratios: frozenset[str]) -> Increment:
-        positions = any(self.proposed_at)
+        positions = any(self.proposed_at)  # both, or none: a position is known with both halves
         return Increment(
             SpecCounts(**self.counts),
             self.generations,
@@ -160,12 +183,12 @@ class _Followed(Candidate):
 
     __slots__ = ("increments", "rid", "session_id", "trace")
 
-    def __init__(self, order: float, rid: str, state: Any, trace: TraceIds | None) -> None:
+    def __init__(self, rid: str, state: Any, trace_of: Callable[[Any], TraceIds | None], order: float) -> None:
         super().__init__(order)
         self.rid = rid
         session = getattr(state.obj, "session_id", None)  # 0.5.18 on
         self.session_id = session if isinstance(session, str) else None
-        self.trace = trace
+        self.trace = trace_of(state)
         self.increments: list[Increment] = []
 
     def picked(self) -> Picked:
@@ -180,24 +203,27 @@ class _Life:
 
     __slots__ = ("accepted", "chain", "completion", "embeds", "emitted", "followed", "histogram", "ratios", "verify")
 
-    def __init__(self, knowledge: Knowledge) -> None:
+    def __init__(
+        self, knowledge: Knowledge, followed: _Followed | None = None, *, grammar: bool = False, embeds: bool = False
+    ) -> None:
         # None: unknown from here on. A new generation starts at known 0.
         self.verify: int | None = 0
         self.accepted: int | None = 0
         self.completion: int | None = 0
         self.emitted: int | None = 0
         self.histogram: Sequence[int] | None = ()
-        self.chain = knowledge.chain
-        self.embeds = False
-        self.ratios = knowledge.ratios
-        self.followed: _Followed | None = None
+        self.chain = 0 if grammar else knowledge.chain
+        self.embeds = embeds
+        self.followed = followed
+        self.ratios = ALL_RATIOS
+        """Those that held in every increment."""
 
     def advance(self, row: Row, knowledge: Knowledge, *, final: bool) -> tuple[SpecCounts, Sequence[int] | None]:
-        """What came since the last call, and the steps by accepted tokens where positions are known."""
+        """What came since the last call, and of its steps how many accepted 0, 1, 2, … drafts, where positions are known."""
         emitted = None
         if row.completion is not None and row.retractions is not None and knowledge.emitted:
-            # The prefill gives a token, and so does that after each retraction; all others come from verify steps. Not so
-            # where a retracted request is restored without one, or starts over (its own embeddings cannot be extended).
+            # The prefill gives a token, and so does the one after each retraction; all others come from verify steps. Not
+            # where a retracted request is restored without a prefill, or starts over (embeddings cannot be prolonged).
             if not row.retractions:
                 emitted = max(0, row.completion - 1)
             elif not (knowledge.restores or self.embeds):
@@ -208,14 +234,7 @@ class _Life:
         self.emitted, emitted = _grow(self.emitted, emitted, final)
         proposed = verify * self.chain if verify is not None and self.chain else None
         self.histogram, histogram = _spread(self.histogram, row.histogram)
-        if histogram is not None and (
-            proposed is None
-            or sum(histogram) != verify
-            or sum(map(mul, histogram, range(len(histogram)))) != accepted
-            or len(histogram) > self.chain + 1
-        ):
-            histogram = None  # it does not go with the other columns, so positions stay out of it
-        return SpecCounts(accepted, proposed, verify, completion, emitted), histogram
+        return SpecCounts(accepted, proposed, verify, completion, emitted), histogram if self.chain else None
 
 
 def _grow(known: int | None, now: int | None, final: bool) -> tuple[int | None, int | None]:
@@ -231,7 +250,9 @@ def _grow(known: int | None, now: int | None, final: bool) -> tuple[int | None, 
     return (None, None) if final else (known, 0)
 
 
-def _spread(known: Sequence[int] | None, now: Sequence[int] | None) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+def _spread(
+    known: Sequence[int] | None, now: Sequence[int] | None
+) -> tuple[Sequence[int] | None, Sequence[int] | None]:
     if known is None or now is None:
         return None, None
     difference = [new - old for new, old in zip_longest(now, known, fillvalue=0)]
@@ -250,8 +271,8 @@ class RankTally:
         self._knowledge = watch.knowledge
         self._reading = threading.Lock()
         self._aside: deque[Callable[[], None]] = deque()
-        self._live: dict[str, Row] = {}
-        """The newest row of every generation that has begun and not finished."""
+        self._live: dict[str, tuple[Any, ...]] = {}
+        """The newest `Row`, as a plain tuple, of every generation that has begun and not finished."""
         self._lives: dict[str, _Life] = {}
         """Of those, the ones of which something was added already, and those that need a look of their own."""
         self._sums: dict[frozenset[str], _Sums] = {}
@@ -261,79 +282,81 @@ class RankTally:
     def ended(self) -> bool:
         return self._watch.ended
 
-    def message(
-        self, rids: Sequence[str], rows: Sequence[Row] | Iterable[Any], reasons: Sequence[Any], columns: Sequence[Any] | None
-    ) -> None:
-        """One message: its rows, and the reasons of those that finished. `columns` where all are there and whole."""
-        lock = self._reading
-        if lock.acquire(blocking=False):
+    def message(self, rids: Sequence[str], columns: Columns, reasons: Sequence[Any]) -> None:
+        """Count one message; `reasons` are those of the rows that finished, else None."""
+        if self._reading.acquire(blocking=False):
             try:
                 if self._aside:
                     self._catch_up()
-                self._message(rids, rows, reasons, columns, self._watch.states.get, _trace_of)
+                self._message(rids, columns, reasons, self._watch.states.get, _trace_of)
             finally:
-                lock.release()
+                self._reading.release()
         else:
-            # The engine goes on, deletes the finished states and ends their spans: what is read of them is read now.
-            states = dict(zip(rids, map(self._watch.states.get, rids), strict=True))
-            traces = {id(state): _trace_of(state) for state in states.values()}
-            rows = list(rows)
-            self._aside.append(
-                lambda: self._message(rids, rows, reasons, columns, states.get, lambda state: traces[id(state)])
-            )
+            # SGLang goes on, finishes states, deletes them and ends their spans: what is wanted of them is read now.
+            found = map(self._watch.states.get, rids)
+            seen = {rid: _Seen(state) for rid, state in zip(rids, found, strict=True) if state is not None}
+            self._aside.append(partial(self._message, rids, columns, reasons, seen.get, _trace))
 
     def _message(
         self,
         rids: Sequence[str],
-        rows: Iterable[Any],
+        columns: Columns,
         reasons: Sequence[Any],
-        columns: Sequence[Any] | None,
         state_of: Callable[[str], Any],
         trace_of: Callable[[Any], TraceIds | None],
     ) -> None:
         live = self._live
         finishing = len(reasons) - reasons.count(None)
-        if finishing == len(rids) and columns is not None and live.keys().isdisjoint(rids):
-            states = list(map(state_of, rids))
-            if self._whole_lives(rids, columns, states):
+        orders: Sequence[float] | None = None
+        if finishing == len(rids) and live.keys().isdisjoint(rids):
+            orders = self._whole_lives(columns, list(map(state_of, rids)))
+            if not orders:
                 return
         before = len(live)
-        live.update(zip(rids, rows, strict=False))
+        live.update(zip(rids, zip(*[_none if column is None else column for column in columns])))
         if len(live) != before:
             born = list(islice(reversed(live), len(live) - before))
-            self._births(born, list(map(state_of, born)), trace_of)
+            born.reverse()
+            self._births(born, list(map(state_of, born)), trace_of, orders)
         if finishing:
             for rid, reason in zip(rids, reasons, strict=True):
                 if reason is not None:
                     row = live.pop(rid, None)
                     if row is not None:
-                        self._finish(rid, row, reason)
+                        self._finish(rid, Row._make(row), reason)
 
-    def _whole_lives(self, rids: Sequence[str], columns: Sequence[Any], states: list[Any]) -> bool:
-        """Count generations that this one message tells all of, at once; False, and nothing done, where one is special."""
-        verify, accepted, completion, retractions, histogram = columns
+    def _whole_lives(self, columns: Columns, states: list[Any]) -> Sequence[float] | None:
+        """Count generations that this one message tells all of, at once.
+
+        Returns:
+            Nothing where that was done; else the random numbers that were drawn for the generations, all the same drawn.
+        """
+        number = len(states)
+        orders = [random.random() for _ in states]
         knowledge = self._knowledge
+        verify, accepted, completion, retractions, histogram = columns
         if (
-            min(completion) < 2  # a health check, a hidden warm-up, nothing generated: those are told apart one by one
+            verify is None
+            or completion is None
+            or (accepted is None) is not (knowledge.accepted is None)
+            or (retractions is None) is knowledge.emitted
             or (retractions is not None and any(retractions))
+            or min(completion) < 2  # a health check, a hidden warm-up, nothing at all: told apart one by one
             or not all(states)
             or any(map(_finished, states))
+            or not self._candidates.misses(orders)
         ):
-            return False
+            return orders
         if accepted is not None:
-            most = map(add, map(add, accepted, verify), repeat(1))
-            if knowledge.emitted and not all(map(le, completion, most)):
-                return False
-        if knowledge.chain:
-            if accepted is not None and not all(map(le, accepted, map(mul, verify, repeat(knowledge.chain)))):
-                return False
-            if _any_grammar(states):
-                return False
-        if self._candidates.any_place(len(rids)):
-            return False
+            if knowledge.emitted and not all(map(le, completion, map(add, map(add, accepted, verify), _one))):
+                return orders
+            if knowledge.chain and not all(map(le, accepted, map(mul, verify, repeat(knowledge.chain)))):
+                return orders
+        if knowledge.chain and _any_grammar(states):
+            return orders
         sums = self._sums_of(knowledge.ratios)
-        steps = sum(verify)
-        tokens = sum(completion)
+        steps, tokens = sum(verify), sum(completion)
+        sums.generations += number
         sums.add("verify", steps)
         sums.add("completion", tokens)
         if accepted is not None:
@@ -341,38 +364,38 @@ class RankTally:
         if knowledge.chain:
             sums.add("proposed", steps * knowledge.chain)
         if knowledge.emitted:
-            sums.add("emitted", tokens - len(rids))
+            sums.add("emitted", tokens - number)  # each but the token of the prefill
         if histogram is not None:
             together = list(map(sum, zip_longest(*histogram, fillvalue=0)))
-            if sum(together) == steps and len(together) <= knowledge.chain + 1:
-                sums.add_positions(together, steps, knowledge.chain)
-        sums.generations += len(rids)
-        return True
+            sums.add_positions(together, steps, sum(accepted) if accepted is not None else None, knowledge.chain)
+        return None
 
-    def _births(self, rids: Sequence[str], states: Sequence[Any], trace_of: Callable[[Any], TraceIds | None]) -> None:
+    def _births(
+        self,
+        rids: Sequence[str],
+        states: Sequence[Any],
+        trace_of: Callable[[Any], TraceIds | None],
+        orders: Sequence[float] | None,
+    ) -> None:
         knowledge = self._knowledge
-        for rid, state in zip(rids, states, strict=True):
-            # SGLang passes over a row without a state. One that is finished already (to 0.4.8 it stays for a moment) was counted.
+        for place, (rid, state) in enumerate(zip(rids, states, strict=True)):
+            # SGLang passes over a row without a state. A finished one that is still there (to 0.4.8) was counted.
             if state is None or state.finished or rid.startswith(_HEALTH_CHECK):
                 del self._live[rid]
                 continue
-            followed = self._candidates.born(lambda order, rid=rid, state=state: _Followed(order, rid, state, trace_of(state)))  # type: ignore[misc]
+            make = partial(_Followed, rid, state, trace_of)
+            followed = self._candidates.born(make, orders[place] if orders else None)
             grammar = bool(knowledge.chain) and _any_grammar((state,))
             embeds = getattr(state.obj, "input_embeds", None) is not None
             if followed is not None or grammar or embeds:
-                life = self._lives[rid] = _Life(knowledge)
-                life.followed = followed
-                life.embeds = embeds
-                if grammar:  # drafts that it invalidates are masked away in the scheduler, and nobody counts them
-                    life.chain = 0
-                    life.ratios = life.ratios & replace_chain(knowledge).ratios
+                self._lives[rid] = _Life(knowledge, followed, grammar=grammar, embeds=embeds)
 
     def _finish(self, rid: str, row: Row, reason: Any) -> None:
         life = self._lives.pop(rid, None)
-        # A sequence that was asked for no token: the warm-up of n > 1 sequences, which fills the prefix cache.
-        # Newer versions say that it has none, older ones that it has one.
+        # A sequence that was asked for no token is the warm-up of n > 1 sequences, which fills the prefix cache. To
+        # 0.5.18 it says that it has a token all the same.
         no_output = isinstance(reason, Mapping) and reason.get("type") == "length" and reason.get("length") == 0
-        if not row.completion or no_output:
+        if row.completion == 0 or no_output:
             if life is not None and life.followed is not None and not life.followed.evicted:
                 self._candidates.gone(life.followed)
             return
@@ -393,7 +416,7 @@ class RankTally:
         for field in COUNT_FIELDS:
             sums.add(field, getattr(counts, field))
         if histogram is not None and counts.verify is not None:
-            sums.add_positions(histogram, counts.verify, life.chain)
+            sums.add_positions(histogram, counts.verify, counts.accepted, life.chain)
         followed = life.followed
         if followed is not None and not followed.evicted:
             followed.increments.append(Increment(counts, 0, ratios))
@@ -405,15 +428,8 @@ class RankTally:
         return sums
 
     def ended_unseen(self, rid: str) -> None:
-        """A request was taken away without a last message: aborted in the queue. It ends with what was told last."""
-        self._do(lambda: self._ended_unseen(rid))
-
-    def _ended_unseen(self, rid: str) -> None:
-        row = self._live.pop(rid, None)
-        if row is not None:
-            self._finish(rid, row, None)
-
-    def _do(self, change: Callable[[], None]) -> None:
+        """A request went without a last message (it was aborted in the queue): it ends with what was told last."""
+        change = partial(self._ended_unseen, rid)
         if self._reading.acquire(blocking=False):
             try:
                 self._catch_up()
@@ -423,6 +439,11 @@ class RankTally:
         else:
             self._aside.append(change)
 
+    def _ended_unseen(self, rid: str) -> None:
+        row = self._live.pop(rid, None)
+        if row is not None:
+            self._finish(rid, Row._make(row), None)
+
     def _catch_up(self) -> None:
         while self._aside:
             self._aside.popleft()()
@@ -431,34 +452,33 @@ class RankTally:
         """See `engines.Tally`. On the collecting thread; the event loop's does not wait for it."""
         with self._reading:
             # Looked up before what was put aside is counted: a last message is seen before its state goes, so whoever is
-            # still live after it and has no state ended without one.
+            # still live after it and had no state ended without one.
             states = self._watch.states
             gone = [rid for rid in self._live if rid not in states]
             self._catch_up()
             for rid in gone:
-                if self._watch.closed:
+                if self._watch.closed:  # it may have ended in any way
                     self._live.pop(rid, None)
                     self._lives.pop(rid, None)
                 else:
                     self._ended_unseen(rid)
             self._add_running()
             sums, self._sums = self._sums, {}
-            picked = self._candidates.drain()[:PICKS]
-            taken = Taken([each.increment(ratios) for ratios, each in sums.items()], [each.picked() for each in picked])
+            picked = [each.picked() for each in self._candidates.drain()[:PICKS]]
             for life in self._lives.values():
                 if life.followed is not None:
                     life.followed.increments = []
-        return taken
+        return Taken([each.increment(ratios) for ratios, each in sums.items()], picked)
 
     def _add_running(self) -> None:
         for rid, row in self._live.items():
             life = self._lives.get(rid)
             if life is None:
                 life = self._lives[rid] = _Life(self._knowledge)
-            self._add(life, row, final=False)
+            self._add(life, Row._make(row), final=False)
 
     def hand_over(self, to: RankTally) -> None:
-        """Let `to` go on with the running generations: what they did until here stays, to be taken from this one."""
+        """Let `to` go on with the running generations. What they did until here stays, to be taken from this one."""
         with self._reading:
             self._catch_up()
             self._add_running()
@@ -468,22 +488,15 @@ class RankTally:
                 life.followed = None
 
 
-def replace_chain(knowledge: Knowledge) -> Knowledge:
-    """The same without a known number of drafts."""
-    return Knowledge(
-        knowledge.accepted, None, knowledge.retractions, 0, knowledge.emits_always, knowledge.restores
-    )
-
-
 def _any_grammar(states: Iterable[Any]) -> bool:
-    """Whether one of these requests is bound to a grammar, which invalidates drafts."""
+    """Whether one of these requests is bound to a grammar: drafts that it invalidates are masked, and nobody counts them."""
     parameters = list(map(_sampling_params, states))
     return any(any(map(dict.get, parameters, repeat(name))) for name in _GRAMMARS)
 
 
 def _trace_of(state: Any) -> TraceIds | None:
     """The context of the request's own span, which SGLang ends with the last message."""
-    trace = getattr(getattr(state, "time_stats", None), "trace_ctx", None)  # 0.5.12 on, with --enable-trace
+    trace = getattr(getattr(state, "time_stats", None), "trace_ctx", None)  # with --enable-trace
     if getattr(trace, "tracing_enable", None) is not True:
         return None
     span = getattr(trace, "root_span", None)
@@ -491,3 +504,371 @@ def _trace_of(state: Any) -> TraceIds | None:
         return None
     context = span.get_span_context()
     return TraceIds(context.trace_id, context.span_id, bool(context.trace_flags & 1))
+
+
+class _Seen:
+    """What a request's state said when its message came, for one that is counted later."""
+
+    __slots__ = ("finished", "obj", "trace")
+
+    def __init__(self, state: Any) -> None:
+        self.finished: bool = state.finished
+        self.obj = state.obj
+        self.trace = _trace_of(state)
+
+
+class Watch:
+    """One `TokenizerManager` with speculation: what it can tell, and a tally for each data-parallel rank."""
+
+    def __init__(self, owner: Hooks, manager: Any, engine: EngineDescription | None, knowledge: Knowledge) -> None:
+        self.owner = owner
+        self.counts = engine is not None
+        self.knowledge = knowledge
+        self.states: Mapping[str, Any] = manager.rid_to_state
+        self._manager = weakref.ref(manager)
+        self._engine = engine
+        self._tallies: dict[int, RankTally] = {}
+
+    @property
+    def ended(self) -> bool:
+        return self._manager() is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is seen any more of what this manager does."""
+        return Hooks._installed is not self.owner
+
+    def is_idle(self) -> bool:
+        return not self.states
+
+    def tally(self, rank: int) -> RankTally:
+        """The tally of a rank; made at first sight where the configuration did not announce it."""
+        tally = self._tallies.get(rank)
+        if tally is None:
+            assert self._engine is not None
+            tally = self._tallies[rank] = RankTally(self)
+            self.owner.listener.engine_started(replace(self._engine, index=rank), tally, self.is_idle)
+        return tally
+
+    def message(self, message: Any) -> None:
+        """Read a message's columns; on the event loop's thread, before SGLang itself reads them."""
+        completion = getattr(message, "completion_tokens", None)
+        rids = message.rids
+        number = len(rids)
+        if not completion or len(completion) != number:
+            return  # embeddings, or nothing
+        knowledge = self.knowledge
+        columns = (
+            _column(message, "spec_verify_ct", number),
+            _column(message, knowledge.accepted, number),
+            completion,
+            _column(message, _RETRACTIONS, number) if knowledge.emitted else None,
+            _column(message, knowledge.histogram, number),
+        )
+        reasons = message.finished_reasons
+        ranks = getattr(message, _RANKS, None)
+        if not ranks:
+            self.tally(0).message(rids, columns, reasons)
+        elif ranks.count(ranks[0]) == number:
+            self.tally(ranks[0] or 0).message(rids, columns, reasons)
+        else:
+            for rank in dict.fromkeys(ranks):
+                rows = [row for row, each in enumerate(ranks) if each == rank]
+                part = tuple(column and [column[row] for row in rows] for column in columns)
+                self.tally(rank or 0).message([rids[row] for row in rows], part, [reasons[row] for row in rows])  # type: ignore[arg-type]  # five columns stay five
+        if len(self.states) <= number and reasons.count(None) != number and self._all_finish(rids, reasons):
+            self.owner.listener.engine_idle()
+
+    def _all_finish(self, rids: Sequence[str], reasons: Sequence[Any]) -> bool:
+        """Whether this message finishes all requests that there are."""
+        finishing = {rid for rid, reason in zip(rids, reasons, strict=True) if reason is not None}
+        return finishing.issuperset(self.states)
+
+    def ended_unseen(self, rid: str) -> None:
+        """A request was aborted in the queue, or its state taken away: no message will tell of it again."""
+        for tally in self._tallies.values():
+            tally.ended_unseen(rid)
+
+    def take_over(self, earlier: Watch) -> None:
+        """Go on with the running generations of an earlier instrumentation of the same manager."""
+        for rank, tally in earlier._tallies.items():
+            tally.hand_over(self.tally(rank))
+
+
+def _column(message: Any, name: str | None, number: int) -> Sequence[Any] | None:
+    """A column of a message, or None where it is absent or empty (without speculation it is `[]` or None)."""
+    column = getattr(message, name, None) if name is not None else None
+    return column if column is not None and len(column) == number else None
+
+
+def describe(manager: Any) -> tuple[EngineDescription | None, Knowledge]:
+    """What the configuration and the version say, or None where this process is not to count.
+
+    It is not where the engine does not speculate, nor on the prefill side of a disaggregated server: each of its requests
+    is a generation of the decode side.
+    """
+    setting = partial(_setting, manager)
+    algorithm = str(setting("speculative_algorithm") or "").upper()
+    side = str(setting("disaggregation_mode") or "null")
+    knowledge = _knowledge(algorithm, side, setting)
+    if not algorithm or side == "prefill":
+        return None, knowledge
+    model = getattr(manager, "served_model_name", None) or setting("served_model_name") or setting("model_path")
+    return (
+        EngineDescription(
+            provider="sglang",
+            model=str(model),
+            method=algorithm.lower(),
+            max_drafts=knowledge.chain,
+            index=0,
+            ratios=knowledge.ratios,
+            role=f"tokenizer-{_worker(manager)}",
+            unknown=knowledge.unknown,
+        ),
+        knowledge,
+    )
+
+
+def _knowledge(algorithm: str, side: str, setting: Callable[[str], Any]) -> Knowledge:
+    columns = _message_columns()
+    accepted = next((name for name in _ACCEPTED if name in columns), None)
+    histogram = next((name for name in _HISTOGRAM if name in columns), None)
+    retractions = _RETRACTIONS in columns
+    if histogram is None:
+        # 0.5.4 and 0.5.5 have the column and leave it 0 with NGRAM, 0.5.4 in EAGLE's overlap scheduler too. (0.5.6 to 0.5.8
+        # cannot be told from 0.5.5 by their columns.)
+        overlap = not setting("disable_overlap_schedule")
+        if algorithm == "NGRAM" or (overlap and not retractions):
+            accepted = None
+    chain = 0
+    steps, drafts = setting("speculative_num_steps"), setting("speculative_num_draft_tokens")
+    if (
+        algorithm in _CHAINS
+        and setting("speculative_eagle_topk") == 1
+        and isinstance(steps, int)
+        and drafts == steps + 1  # the first of them is the last verified token, not a draft
+        and not setting("speculative_adaptive")
+        and setting("decoupled_spec_role") in (None, "null")
+        and os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static").lower() == "static"
+    ):
+        chain = steps
+    return Knowledge(
+        accepted=accepted,
+        histogram=histogram if chain else None,
+        retractions=retractions,
+        chain=chain,
+        # In a mixed batch a decoding request gets one token beside another's prefill, without a verify step.
+        emits_always=algorithm in _VERIFY_ALWAYS and not setting("enable_mixed_chunk"),
+        restores=side == "decode",
+    )
+
+
+def _message_columns() -> frozenset[str]:
+    """The columns of this version's messages: a dataclass to 0.5.17, then a msgspec.Struct."""
+    structs = sys.modules.get("sglang.srt.managers.io_struct")
+    message = getattr(structs, "BatchTokenIDOutput", None) or getattr(structs, "BatchTokenIDOut", None)  # to 0.5.3
+    names = getattr(message, "__struct_fields__", None) or getattr(message, "__dataclass_fields__", None)
+    return frozenset(names or ())
+
+
+def _setting(manager: Any, name: str) -> Any:
+    """A resolved setting: from the process's published configuration (0.5.18 on), else from the server's arguments."""
+    context = getattr(sys.modules.get("sglang.srt.runtime_context"), "get_context", None)
+    leaf = getattr(context(), "config_leaf", None) if context is not None else None
+    if leaf is not None:
+        try:
+            return leaf(name)
+        except Exception:  # no such setting in this version, or nothing published yet
+            pass
+    return getattr(getattr(manager, "server_args", None), name, None)
+
+
+def _worker(manager: Any) -> int:
+    """Which tokenizer this process is: 0 for the only one, else its number among the children of the server's process."""
+    if type(manager).__name__ != "TokenizerWorker" and multiprocessing.parent_process() is None:
+        return 0
+    identity = multiprocessing.current_process()._identity  # no public name; the name holds it too
+    return int(identity[-1]) if identity else 0
+
+
+class Hooks:
+    """The hooks on SGLang's tokenizer manager for one listener. At most one is installed in a process.
+
+    `install` may come before sglang is imported, after it, or after the manager was made (to 0.5.10 that is too late: it has
+    captured its methods, and a line in the log says so). `remove` puts the originals back and leaves what was counted to be
+    taken.
+    """
+
+    _installed: Hooks | None = None
+    _awaiting_import = False
+
+    def __init__(self, listener: EngineListener) -> None:
+        self.listener = listener
+
+    def install(self) -> None:
+        Hooks._installed = self
+        if TOKENIZER_MODULE in sys.modules:
+            self._wrap(sys.modules[TOKENIZER_MODULE])
+        elif not Hooks._awaiting_import:
+            Hooks._awaiting_import = True
+            wrapt.register_post_import_hook(_on_import, TOKENIZER_MODULE)
+
+    def remove(self) -> None:
+        if Hooks._installed is self:
+            Hooks._installed = None
+        manager = getattr(sys.modules.get(TOKENIZER_MODULE), "TokenizerManager", None)
+        for name in _WRAPPERS:
+            current = vars(manager).get(name) if manager is not None else None
+            original = getattr(current, _ORIGINAL, None)
+            if original is not None:
+                setattr(manager, name, original)
+
+    def _wrap(self, module: Any) -> None:
+        manager = getattr(module, "TokenizerManager", None)
+        missing = _differences(manager)
+        if missing:
+            logger.warning(
+                "otel_specdec does not know this SGLang (%s): it counts nothing here, and SGLang is left as it is.",
+                "; ".join(missing),
+            )
+            return
+        for name, wrapper in _WRAPPERS.items():
+            original = vars(manager).get(name)
+            # The abort in the queue has its handler from 0.4.9 on; before it the frontend deletes the state itself.
+            if name == "abort_request" and "_handle_abort_req" in vars(manager):
+                continue
+            if original is not None and not _is_ours(original):
+                setattr(manager, name, wrapper(original))
+        logger.debug("otel_specdec hooked SGLang's TokenizerManager")
+
+    def watch_for(self, manager: Any) -> Watch:
+        """What is kept for this manager; made at first sight, for one that was made before the hooks too."""
+        watch: Watch | None = manager.__dict__.get(_WATCH)
+        if watch is None or watch.owner is not self:
+            earlier = watch
+            engine, knowledge = None, _UNKNOWN
+            try:
+                engine, knowledge = describe(manager)
+            except Exception as error:
+                self.listener.failed(error, "reading SGLang's configuration")
+            watch = Watch(self, manager, engine, knowledge)
+            setattr(manager, _WATCH, watch)
+            if engine is not None:
+                ranks = _setting(manager, "dp_size") if _RANKS in _message_columns() else 1
+                for rank in range(max(1, int(ranks or 1))):
+                    watch.tally(rank)
+                if earlier is not None:
+                    watch.take_over(earlier)
+        return watch
+
+
+_UNKNOWN: Final = Knowledge(None, None, False, 0, False, False)
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether our wrapper is there already, at the top or beneath somebody else's."""
+    while function is not None:
+        if hasattr(function, _ORIGINAL):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _on_import(module: Any) -> None:
+    Hooks._awaiting_import = False
+    hooks = Hooks._installed
+    if hooks is not None:
+        try:
+            hooks._wrap(module)
+        except Exception as error:  # an exception here would break sglang's own import
+            hooks.listener.failed(error, "hooking SGLang's tokenizer manager")
+
+
+def _differences(manager: Any) -> list[str]:
+    """What this SGLang's tokenizer manager lacks of what the hooks need; empty where all is there."""
+    if not inspect.isclass(manager):
+        return [f"{TOKENIZER_MODULE} has no class TokenizerManager"]
+    found = []
+    for name, needed in (("__init__", ()), ("_handle_batch_output", ("recv_obj",))):
+        function = inspect.unwrap(vars(manager)[name]) if name in vars(manager) else None
+        if not inspect.isfunction(function):
+            found.append(f"TokenizerManager.{name} is not a method")
+            continue
+        parameters = list(inspect.signature(function).parameters)
+        if tuple(parameters[1 : 1 + len(needed)]) != needed:
+            found.append(f"TokenizerManager.{name}({', '.join(parameters)}) is not as expected")
+    columns = _message_columns()
+    lacking = {"rids", "finished_reasons", "completion_tokens", "spec_verify_ct"} - columns
+    if lacking:
+        found.append(f"its messages have no {', '.join(sorted(lacking))}")
+    return found
+
+
+def _marked(wrapper: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    functools.update_wrapper(wrapper, original)
+    setattr(wrapper, _ORIGINAL, original)
+    return wrapper
+
+
+# Plain functions: wrapt's cost more than all that is counted in a message of one row.
+
+
+def _around_init(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        hooks = Hooks._installed
+        if hooks is not None:
+            try:
+                hooks.watch_for(self)
+            except Exception as error:
+                hooks.listener.failed(error, "meeting an SGLang engine")
+
+    return _marked(__init__, original)
+
+
+def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    # Not a coroutine itself, where the original is one (0.5.12 on): it returns the original's, and is done before it runs.
+    def _handle_batch_output(self: Any, recv_obj: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = Hooks._installed
+        if hooks is not None:
+            try:
+                watch = self.__dict__.get(_WATCH)
+                if watch is None or watch.owner is not hooks:
+                    watch = hooks.watch_for(self)
+                if watch.counts:
+                    watch.message(recv_obj)
+            except Exception as error:
+                hooks.listener.failed(error, "counting a message of SGLang's")
+        return original(self, recv_obj, *args, **kwargs)
+
+    return _marked(_handle_batch_output, original)
+
+
+def _around_abort(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `_handle_abort_req(recv_obj)` and the older `abort_request(rid)`: a state may go without a message."""
+
+    def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        hooks = Hooks._installed
+        if hooks is not None:
+            try:
+                about = args[0] if args else next(iter(kwargs.values()), None)
+                rid = getattr(about, "rid", about)
+                watch = self.__dict__.get(_WATCH)
+                if isinstance(rid, str) and watch is not None and watch.counts and rid not in self.rid_to_state:
+                    watch.ended_unseen(rid)
+                    if not self.rid_to_state:
+                        hooks.listener.engine_idle()
+            except Exception as error:
+                hooks.listener.failed(error, "counting an abort in SGLang")
+        return result
+
+    return _marked(abort, original)
+
+
+_WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    "__init__": _around_init,
+    "_handle_batch_output": _around_batch,
+    "_handle_abort_req": _around_abort,
+    "abort_request": _around_abort,
+}

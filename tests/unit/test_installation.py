@@ -42,6 +42,9 @@ print(json.dumps({
 }))
 """
 
+NO_VLLM = "otel_specdec: vllm is not installed here, so there is nothing to instrument."
+NO_SGLANG = "otel_specdec: sglang is not installed here, so there is nothing to instrument."
+
 
 def load(path: Path, **variables: str) -> tuple[dict[str, Any], Ended]:
     ended = run(LOAD, path=path, env=variables)
@@ -58,11 +61,11 @@ def load(path: Path, **variables: str) -> tuple[dict[str, Any], Ended]:
         ("vllm", "0.9.0rc1"),
     ],
 )
-def test_every_vllm_is_instrumented_without_a_word(tmp_path: Path, name: str, version: str) -> None:
+def test_every_vllm_is_instrumented_and_one_line_says_what_is_not_there(tmp_path: Path, name: str, version: str) -> None:
     install(tmp_path, name, version)
     vllm_stand_in.write(tmp_path)
     found, ended = load(tmp_path)
-    assert found == {"conflict": False, "instrumented": True, "engine": [], "lines": []}
+    assert found == {"conflict": False, "instrumented": True, "engine": [], "lines": [NO_SGLANG]}
     assert ended.log == ""
 
 
@@ -74,20 +77,20 @@ def test_a_vllm_with_sglang_beside_it_is_instrumented_too(tmp_path: Path) -> Non
     assert ended.log == ""
 
 
-def test_sglang_alone_gives_at_most_one_line_and_no_traceback(tmp_path: Path) -> None:
+def test_without_vllm_one_line_says_so_and_no_traceback(tmp_path: Path) -> None:
     install(tmp_path, "sglang", "0.5.23")
     found, ended = load(tmp_path)
     assert not found["conflict"]
     assert not found["instrumented"]
-    assert found["lines"] == ["otel_specdec: vllm is not installed here, so there is nothing to instrument."]
+    assert found["lines"] == [NO_VLLM]
     assert "Traceback" not in ended.log
 
 
-def test_no_engine_at_all_gives_at_most_one_line_and_no_traceback(tmp_path: Path) -> None:
+def test_without_any_engine_there_is_at_most_one_line_for_each_and_no_traceback(tmp_path: Path) -> None:
     found, ended = load(tmp_path)
     assert not found["instrumented"]
     # Before 0.53 opentelemetry-instrumentation does not know of `instruments-any`, and asks the instrumentor.
-    assert found["lines"] in ([], ["otel_specdec: vllm is not installed here, so there is nothing to instrument."])
+    assert sorted(found["lines"]) in ([], [NO_SGLANG, NO_VLLM])
     assert found["conflict"] == (not found["lines"])
     assert "Traceback" not in ended.log
 
@@ -107,6 +110,12 @@ def test_another_package_s_name_does_not_disable_us(tmp_path: Path) -> None:
 
 # The metadata itself
 
+ENTRY_POINTS = {
+    "opentelemetry_instrumentor": {"specdec_vllm", "specdec_sglang"},
+    "vllm.general_plugins": {"specdec_vllm"},
+    "sglang.srt.plugins": {"specdec_sglang"},
+}
+
 
 def test_installing_the_package_changes_nothing_by_itself() -> None:
     groups = {point.group for point in distribution("otel-specdec").entry_points}
@@ -116,16 +125,15 @@ def test_installing_the_package_changes_nothing_by_itself() -> None:
 
 def test_our_entry_points_have_names_of_their_own() -> None:
     points = distribution("otel-specdec").entry_points
-    for group in ("opentelemetry_instrumentor", "vllm.general_plugins"):
-        ours = {point.name for point in points if point.group == group}
-        assert "specdec_vllm" in ours
-        assert not ours & {"vllm", "sglang"}
+    for group, expected in ENTRY_POINTS.items():
+        assert {point.name for point in points if point.group == group} == expected
 
 
 def test_our_entry_points_can_be_loaded() -> None:
-    for group in ("opentelemetry_instrumentor", "vllm.general_plugins"):
-        (point,) = entry_points(group=group, name="specdec_vllm")
-        assert callable(point.load())
+    for group, expected in ENTRY_POINTS.items():
+        for name in expected:
+            (point,) = entry_points(group=group, name=name)
+            assert callable(point.load())
 
 
 def test_there_is_instruments_any_and_no_instruments() -> None:

@@ -36,6 +36,8 @@ class Scheduler:
     def __init__(self, vllm_config, log_stats=False):
         self.vllm_config = vllm_config
         self.requests = {}
+        self.running = []
+        self.finished_req_ids = set()
         self.finished_with = []
 
     def update_from_output(self, scheduler_output, model_runner_output):
@@ -50,7 +52,7 @@ class Scheduler:
             reason = "length" if request.finished else None
             outputs.append(SimpleNamespace(request_id=request_id, new_token_ids=list(tokens), finish_reason=reason))
             if request.finished:
-                del self.requests[request_id]
+                self.free(request)
         self.returned = RETURN(SimpleNamespace(outputs=outputs))
         return self.returned
 
@@ -60,10 +62,17 @@ class Scheduler:
             request_ids = list(self.requests)
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
-        self.finished = [self.requests.pop(each) for each in request_ids if each in self.requests]
+        self.finished = [self.requests[each] for each in dict.fromkeys(request_ids) if each in self.requests]
         for request in self.finished:
             request.finished = True
+            self.free(request)
         return self.finished
+
+    def free(self, request):
+        del self.requests[request.request_id]
+        self.finished_req_ids.add(request.request_id)
+        if request in self.running:
+            self.running.remove(request)
 
 
 class AsyncScheduler(Scheduler):
@@ -130,6 +139,10 @@ class Steps:
 
     def step(self, by_keyword: bool = False, **lengths: tuple[int, int]) -> Any:
         """One step: by request, how many drafts it had and how many tokens came out of the model."""
+        self.scheduler.finished_req_ids = set()
+        for request_id in lengths:
+            if self.scheduler.requests[request_id] not in self.scheduler.running:
+                self.scheduler.running.append(self.scheduler.requests[request_id])
         sampled = [self.row(generated) for _, generated in lengths.values()]
         step = SimpleNamespace(
             num_scheduled_tokens=dict.fromkeys(lengths, 1),

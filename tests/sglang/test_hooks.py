@@ -1,0 +1,255 @@
+"""The hooks themselves: put on once, taken off again, never in SGLang's way; and collections in the middle of messages."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import threading
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from otel_specdec import SGLangSpecDecInstrumentor
+from otel_specdec.engines import sglang as adapter
+from otel_specdec.instrumentors import sglang_plugin
+from tests.sglang.manager import CHAIN, LENGTH, NGRAM, Rig, Says, message
+from tests.unit.collected import Meter, counted
+
+METHODS = ("__init__", "_handle_batch_output", "_handle_abort_req", "abort_request")
+
+
+def methods() -> dict[str, Any]:
+    return {name: vars(TokenizerManager)[name] for name in METHODS}
+
+
+def test_hooks_come_off_again_and_leave_what_was_counted() -> None:
+    before = methods()
+    with Rig() as rig:
+        hooked = methods()
+        assert hooked["abort_request"] is before["abort_request"]  # there is a handler of aborts, so it is not needed
+        assert all(hooked[name] is not before[name] for name in METHODS[:3])
+        assert TokenizerWorker._handle_batch_output is TokenizerManager._handle_batch_output
+        rig.add("a")
+        rig.says(Says("a", 4, verify=1, accepted=2, reason=LENGTH))
+        SGLangSpecDecInstrumentor().uninstrument()
+        assert methods() == before
+        rig.add("b")
+        rig.says(Says("b", 4, verify=1, accepted=2, reason=LENGTH))
+        assert rig.counted()["generations"] == 1
+
+
+def test_the_hooked_method_stays_what_it_was_for_whoever_looks() -> None:
+    with Rig() as rig:
+        hooked, original = TokenizerManager._handle_batch_output, inspect.unwrap(TokenizerManager._handle_batch_output)
+        assert hooked.__name__ == "_handle_batch_output"
+        assert inspect.signature(hooked) == inspect.signature(original)
+        coroutine = rig.manager._handle_batch_output(message())
+        assert inspect.iscoroutine(coroutine)
+        assert coroutine.cr_code is original.__code__  # SGLang's own, not one around it
+        rig.run(coroutine)
+
+
+def test_both_entry_points_together_wrap_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "console")
+    with Rig() as rig:
+        sglang_plugin()
+        adapter.Hooks(rig.manager.__dict__.get("nobody")).install  # noqa: B018
+        assert not hasattr(inspect.unwrap(TokenizerManager._handle_batch_output), "_otel_specdec_original")
+        wrapped = vars(TokenizerManager)["_handle_batch_output"].__wrapped__
+        assert not hasattr(wrapped, "_otel_specdec_original")
+        rig.add("a")
+        rig.says(Says("a", 4, verify=1, accepted=2, reason=LENGTH))
+        assert rig.counted()["generations"] == 1
+
+
+def test_another_plugins_wrapper_on_top_of_ours_is_left_alone_and_counts_once() -> None:
+    with Rig() as rig:
+        ours = vars(TokenizerManager)["_handle_batch_output"]
+
+        def theirs(self: Any, recv_obj: Any) -> Any:
+            return ours(self, recv_obj)
+
+        theirs.__wrapped__ = ours  # type: ignore[attr-defined]  # as functools.wraps does, and SGLang's hook registry
+        TokenizerManager._handle_batch_output = theirs
+        try:
+            SGLangSpecDecInstrumentor().uninstrument()
+            assert vars(TokenizerManager)["_handle_batch_output"] is theirs
+            SGLangSpecDecInstrumentor().instrument(meter_provider=rig.provider)
+            rig.add("a")
+            rig.says(Says("a", 4, verify=1, accepted=2, reason=LENGTH))
+            assert rig.counted()["generations"] == 1
+        finally:
+            TokenizerManager._handle_batch_output = ours
+
+
+def test_instrumented_again_in_the_middle_of_a_generation_counts_it_once() -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 4, verify=1, accepted=2))
+        SGLangSpecDecInstrumentor().uninstrument()
+        rig.says(Says("a", 7, verify=2, accepted=4))
+        later = Meter()
+        SGLangSpecDecInstrumentor().instrument(meter_provider=later.provider)
+        rig.says(Says("a", 9, verify=3, accepted=5, reason=LENGTH))
+        first, second = rig.counted(), later.totals()
+        assert first == {"accepted": 2, "verify": 1, "completion": 4, "emitted": 3, "generations": 0}
+        assert second == {"accepted": 3, "verify": 2, "completion": 5, "emitted": 5, "generations": 1}
+
+
+def test_an_error_of_ours_never_reaches_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rig() as rig:
+        rig.says()
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("ours")
+
+        monkeypatch.setattr(adapter.RankTally, "_message", fail)
+        monkeypatch.setattr(adapter.Watch, "ended_unseen", fail)
+        rig.add(["a", "b"])
+        rig.says(Says("a", 4, verify=1, accepted=2, reason=LENGTH))
+        rig.abort_in_queue("b")
+        assert rig.answers["a"]["completion_tokens"] == 4
+        assert rig.manager.rid_to_state == {}
+        assert rig.meter.errors() == {"RuntimeError": 2}
+
+
+def test_an_unknown_sglang_is_left_as_it_is_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Other:
+        def _handle_batch_output(self, something_else: Any) -> None: ...
+
+    hooks = adapter.Hooks(None)  # type: ignore[arg-type]  # never called
+    with caplog.at_level("WARNING"):
+        hooks._wrap(type("module", (), {"TokenizerManager": Other}))
+    assert [record.name for record in caplog.records] == ["sglang.otel_specdec"]
+    assert "_handle_batch_output(self, something_else) is not as expected" in caplog.text
+    assert not hasattr(vars(Other)["_handle_batch_output"], "_otel_specdec_original")
+
+
+def test_a_message_never_waits_for_a_collection_and_is_counted_after_it() -> None:
+    with Rig() as rig:
+        rig.add(["a", "b"], stream=True)
+        rig.says(Says("a", 4, verify=1, accepted=2), Says("b", 4, verify=1, accepted=2))
+        tally = rig.manager._otel_specdec_watch._tallies[0]
+        with tally._reading:  # as a collection holds it
+            rig.says(Says("a", 6, verify=2, accepted=3, reason=LENGTH))
+            rig.add("a")
+            rig.says(Says("a", 1))
+            rig.says(Says("a", 3, verify=1, accepted=1, reason=LENGTH))
+            rig.manager._handle_abort_req(AbortReq(rid="b"))
+        assert rig.counted() == {"accepted": 6, "verify": 4, "completion": 13, "emitted": 10, "generations": 3}
+
+
+def test_a_last_message_during_a_collection_is_not_taken_for_a_state_that_went_without_a_word() -> None:
+    """The collection looks up whose state is gone; the last message arrives between that and what was put aside."""
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 4, verify=1, accepted=2))
+        tally = rig.manager._otel_specdec_watch._tallies[0]
+        with tally._reading:
+            rig.says(Says("a", 6, verify=2, accepted=3, reason=LENGTH))  # put aside; its state is deleted
+        assert "a" in tally._live
+        assert rig.counted() == {"accepted": 3, "verify": 2, "completion": 6, "emitted": 5, "generations": 1}
+        assert tally._live == {}
+
+
+def test_the_engine_is_forgotten_when_its_manager_is() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(Says("a", 4, verify=1, accepted=2, reason=LENGTH))
+        watch = rig.manager._otel_specdec_watch
+        del rig.manager
+        assert watch.ended
+        assert rig.counted()["generations"] == 1
+
+
+@pytest.mark.parametrize("settings", [NGRAM, CHAIN], ids=["NGRAM", "chain"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_counts_what_a_plain_count_says(settings: dict[str, Any], seed: int) -> None:
+    """Lives of random length, retracted, aborted, reused, in messages of random rows, with collections in between."""
+    rng = random.Random(seed)
+    truth = dict.fromkeys(("accepted", "verify", "completion", "emitted", "generations"), 0)
+    positions = [0, 0, 0]
+    with Rig(**settings) as rig:
+        running: dict[str, Says] = {}
+        histograms: dict[str, list[int]] = {}
+        for turn in range(300):
+            while len(running) < 5 or (len(running) < 40 and rng.random() < 0.5):
+                rid = f"{rng.choice('abc')}{turn}" if rng.random() < 0.7 else str(rng.randrange(30))
+                if rid not in running:
+                    rig.add(rid, stream=rng.random() < 0.5)
+                    running[rid], histograms[rid] = Says(rid, 0), [0, 0, 0, 0]
+            rows = []
+            for rid in rng.sample(list(running), rng.randint(1, len(running))):
+                row = running[rid]
+                if not row.completion:
+                    row = Says(rid, 1)
+                verify, accepted, completion, retractions = row.verify, row.accepted, row.completion, row.retractions
+                for _ in range(rng.randint(0, 8)):
+                    number = rng.randint(0, 3)
+                    verify, accepted, completion = verify + 1, accepted + number, completion + number + 1
+                    histograms[rid][number] += 1
+                    if rng.random() < 0.03:
+                        retractions, completion = retractions + 1, completion + 1
+                reason = LENGTH if rng.random() < 0.2 else None
+                row = Says(rid, completion, verify, accepted, reason, retractions, histograms[rid][:])
+                rows.append(row)
+                running[rid] = row
+            rig.says(*rows)
+            ended = [row for row in rows if row.reason]
+            if rng.random() < 0.1:
+                queued = rng.choice(list(running))
+                if queued not in {row.rid for row in ended}:
+                    rig.abort_in_queue(queued)
+                    ended.append(running[queued])
+            for row in ended:
+                del running[row.rid]
+                if row.completion:
+                    truth["accepted"] += row.accepted
+                    truth["verify"] += row.verify
+                    truth["completion"] += row.completion
+                    truth["emitted"] += row.completion - 1 - row.retractions
+                    truth["generations"] += 1
+                    for position in range(3):
+                        positions[position] += sum(histograms[row.rid][position + 1 :])
+            if rng.random() < 0.1:
+                rig.counted()
+        for rid, row in running.items():
+            if row.completion:
+                truth["accepted"] += row.accepted
+                truth["verify"] += row.verify
+                truth["completion"] += row.completion
+                truth["emitted"] += row.completion - 1 - row.retractions
+                for position in range(3):
+                    positions[position] += sum(histograms[rid][position + 1 :])
+        totals = rig.counted()
+        proposed = totals.pop("proposed", None)
+        assert totals == truth
+        assert rig.meter.errors() == {}
+        if settings is CHAIN:
+            assert proposed == 3 * truth["verify"]
+            assert rig.meter.at_positions() == (positions, [truth["verify"]] * 3)
+        tally = rig.manager._otel_specdec_watch._tallies[0]
+        assert set(tally._live) == {rid for rid, row in running.items() if row.completion}
+        assert set(tally._lives) <= set(tally._live)
+
+
+def test_collections_on_another_thread_lose_and_double_nothing() -> None:
+    with Rig(**CHAIN) as rig:
+        stop = threading.Event()
+        collecting = threading.Thread(target=lambda: [rig.counted() for _ in iter(stop.is_set, True)])
+        collecting.start()
+        try:
+            for number in range(300):
+                rids = [f"{number}-{each}" for each in range(8)]
+                rig.add(rids, stream=True)
+                rig.says(*(Says(rid, 4, verify=1, accepted=2, histogram=[0, 0, 1]) for rid in rids))
+                rig.says(*(Says(rid, 8, verify=2, accepted=5, histogram=[0, 0, 1, 1], reason=LENGTH) for rid in rids))
+        finally:
+            stop.set()
+            collecting.join(30)
+        expected = counted(accepted=5, proposed=6, verify=2, completion=8, emitted=7, generations=1)
+        assert rig.counted() == {name: 2400 * value for name, value in expected.items()}
+        assert rig.meter.at_positions() == ([4800, 4800, 2400], [4800, 4800, 4800])

@@ -1,0 +1,386 @@
+"""What the real `TokenizerManager` is told by the scheduler, and what becomes of it in our counters."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput, GenerateReqInput
+
+from tests.sglang.manager import ABORT, LENGTH, NGRAM, Rig, Says, message
+from tests.unit.collected import COUNT_FIELDS
+
+NGRAM_ONLY = {"accepted": 0, "verify": 0, "completion": 0, "emitted": 0, "generations": 0}
+
+
+def ngram(**values: int) -> dict[str, int]:
+    """Totals of an engine with NGRAM: no proposed tokens at all."""
+    return NGRAM_ONLY | values
+
+
+def test_series_begin_at_zero_before_any_request_and_without_what_cannot_be_known() -> None:
+    with Rig() as rig:
+        rig.says()  # a manager that was not made by its own __init__ is met with its first message
+        assert rig.meter.sets() == {
+            ("accepted", "none"): 0,
+            ("verify", "acceptance_length,tokens_per_verify"): 0,
+            ("completion", "tokens_per_verify"): 0,
+            ("emitted", "acceptance_length"): 0,
+            ("generations", "acceptance_length,tokens_per_verify"): 0,
+        }
+
+
+def test_a_request_that_is_not_streamed_is_told_at_once() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(Says("a", 10, verify=4, accepted=6, histogram=[1, 1, 1, 1], reason=LENGTH))
+        assert rig.counted() == ngram(accepted=6, verify=4, completion=10, emitted=9, generations=1)
+        assert rig.answers["a"]["spec_verify_ct"] == 4
+        assert rig.answers["a"]["spec_num_correct_drafts"] == 6
+        # SGLang's own figure of proposed tokens is steps times width, padding included: it is not taken over.
+        assert rig.answers["a"]["spec_num_proposed_drafts"] == 12
+        assert "proposed" not in rig.counted()
+
+
+def test_partial_messages_move_the_counters_while_a_generation_runs() -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 1))
+        assert rig.counted() == ngram(completion=1)
+        rig.says(Says("a", 4, verify=1, accepted=2))
+        assert rig.counted() == ngram(accepted=2, verify=1, completion=4, emitted=3)
+        rig.says(Says("a", 6, verify=2, accepted=3))
+        rig.says(Says("a", 9, verify=4, accepted=4))
+        assert rig.counted() == ngram(accepted=4, verify=4, completion=9, emitted=8)
+        rig.says(Says("a", 10, verify=5, accepted=4, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=4, verify=5, completion=10, emitted=9, generations=1)
+
+
+def test_a_running_abort_keeps_its_counters() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(Says("a", 4, verify=1, accepted=2, reason=ABORT))
+        assert rig.counted() == ngram(accepted=2, verify=1, completion=4, emitted=3, generations=1)
+
+
+def test_an_abort_in_the_queue_is_no_generation() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.add("b")
+        rig.says(Says("b", 1))
+        rig.abort_in_queue("a")
+        rig.says(Says("b", 4, verify=1, accepted=2, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=2, verify=1, completion=4, emitted=3, generations=1)
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_an_abort_in_the_queue_after_a_retraction_settles_with_what_was_told_last(collected: bool) -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 1))
+        rig.says(Says("a", 7, verify=2, accepted=4))
+        if collected:
+            assert rig.counted() == ngram(accepted=4, verify=2, completion=7, emitted=6)
+        rig.abort_in_queue("a")
+        assert rig.counted() == ngram(accepted=4, verify=2, completion=7, emitted=6, generations=1)
+        rig.add("a")  # the same id again is another generation
+        rig.says(Says("a", 3, verify=1, accepted=1, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=5, verify=3, completion=10, emitted=8, generations=2)
+
+
+def test_a_state_that_goes_without_any_word_settles_at_the_next_collection() -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 7, verify=2, accepted=4))
+        del rig.manager.rid_to_state["a"]
+        assert rig.counted() == ngram(accepted=4, verify=2, completion=7, emitted=6, generations=1)
+        assert rig.counted()["generations"] == 1
+
+
+def test_a_batch_with_the_users_own_ids() -> None:
+    with Rig() as rig:
+        rig.add(["r0", "r1", "r2"])
+        rig.says(
+            Says("r0", 30, verify=24, accepted=5, reason=LENGTH),
+            Says("r1", 30, verify=21, accepted=8, reason=LENGTH),
+            Says("r2", 30, verify=18, accepted=11, reason=LENGTH),
+        )
+        assert rig.counted() == ngram(accepted=24, verify=63, completion=90, emitted=87, generations=3)
+
+
+def test_several_sequences_count_each_and_their_hidden_warm_up_not_at_all() -> None:
+    """The real `_handle_batch_request`: it sends a warm-up for the prefix, then n requests with ids of their own."""
+    with Rig() as rig:
+        manager = rig.manager
+        sent: list[Any] = []
+
+        async def tokenize(obj: Any) -> Any:
+            return SimpleNamespace(rid=obj.rid, sampling_params=SimpleNamespace(max_new_tokens=9), stream=False)
+
+        async def send(tokenized: Any) -> None:
+            sent.append(tokenized)
+            no_token = tokenized.sampling_params.max_new_tokens == 0
+            # 0.5.23 says of the warm-up that it has no token; to 0.5.18 one was counted.
+            said = (
+                Says(tokenized.rid, warm_up_tokens, reason={"type": "length", "length": 0})
+                if no_token
+                else Says(tokenized.rid, 9, verify=4, accepted=4, reason={"type": "length", "length": 9})
+            )
+            asyncio.get_running_loop().call_soon(
+                lambda: asyncio.ensure_future(manager._handle_batch_output(message(said)))
+            )
+
+        manager._tokenize_one_request, manager._send_one_request = tokenize, send
+
+        async def ask() -> list[Any]:
+            obj = GenerateReqInput(input_ids=[1, 2], sampling_params={"max_new_tokens": 9, "n": 2})
+            obj.normalize_batch_and_arguments()
+            manager._init_req_state(obj)
+            states = {rid: manager.rid_to_state[rid] for rid in obj.rid}
+            return [answers async for answers in manager._handle_batch_request(obj, None, states)]
+
+        for warm_up_tokens in (0, 1):
+            sent.clear()
+            (answers,) = rig.run(ask())
+            assert [each.sampling_params.max_new_tokens for each in sent] == [0, 9, 9]
+            assert [answer["meta_info"]["id"] for answer in answers] == [each.rid for each in sent[1:]]
+        assert rig.counted() == ngram(accepted=16, verify=16, completion=36, emitted=32, generations=4)
+        assert rig.manager.rid_to_state == {}
+
+
+def test_health_checks_are_no_generations() -> None:
+    with Rig() as rig:
+        rig.add("HEALTH_CHECK_1234")
+        rig.says(Says("HEALTH_CHECK_1234", 1, reason={"type": "length", "length": 1}))
+        rig.add("HEALTH_CHECK_1235")
+        rig.says(Says("HEALTH_CHECK_1235", 7, verify=3, accepted=3))
+        rig.manager.rid_to_state.clear()
+        assert rig.counted() == ngram()
+
+
+def test_a_reused_id_is_a_new_generation() -> None:
+    with Rig() as rig:
+        for _ in range(3):
+            rig.add("same", stream=True)
+            rig.says(Says("same", 4, verify=1, accepted=2))
+            rig.says(Says("same", 6, verify=2, accepted=3, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=9, verify=6, completion=18, emitted=15, generations=3)
+
+
+def test_a_second_last_message_and_one_without_a_state_add_nothing() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        last = Says("a", 6, verify=2, accepted=3, reason=LENGTH)
+        rig.says(last)
+        rig.says(last)
+        rig.says(Says("a", 8, verify=3, accepted=4))
+        rig.says(Says("nobody", 8, verify=3, accepted=4, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=3, verify=2, completion=6, emitted=5, generations=1)
+
+
+def test_a_finished_state_that_is_still_there_was_counted() -> None:
+    """To 0.4.8 the waiting coroutine deletes the state, some time after the last message."""
+    with Rig() as rig:
+        rig.add("a")
+        state = rig.manager.rid_to_state["a"]
+        last = Says("a", 6, verify=2, accepted=3, reason=LENGTH)
+        rig.says(last)
+        assert state.finished
+        rig.manager.rid_to_state["a"] = state
+        rig.says(last)
+        assert rig.counted()["generations"] == 1
+
+
+# --- Retractions ------------------------------------------------------------------------------------------------------
+
+
+def test_each_retraction_hides_one_token_of_a_prefill() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(Says("a", 20, verify=8, accepted=9, retractions=2, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=9, verify=8, completion=20, emitted=17, generations=1)
+
+
+def test_a_retraction_never_lowers_what_was_emitted() -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 11, verify=5, accepted=5))
+        assert rig.counted()["emitted"] == 10
+        rig.says(Says("a", 11, verify=5, accepted=5, retractions=1))  # retracted, and not yet prefilled again
+        assert rig.counted()["emitted"] == 10
+        rig.says(Says("a", 12, verify=5, accepted=5, retractions=1))
+        assert rig.counted()["emitted"] == 10
+        rig.says(Says("a", 14, verify=6, accepted=6, retractions=1, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=6, verify=6, completion=14, emitted=12, generations=1)
+        # The retraction cost the ratio nothing: 10 tokens in 5 steps, then 2 in 1.
+        assert set(rig.meter.sets()) >= {("generations", "acceptance_length,tokens_per_verify")}
+
+
+def test_a_last_value_below_what_was_added_is_unknown_from_there() -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 11, verify=5, accepted=5))
+        assert rig.counted()["emitted"] == 10
+        rig.says(Says("a", 11, verify=5, accepted=5, retractions=1, reason=ABORT))
+        assert rig.counted() == ngram(accepted=5, verify=5, completion=11, emitted=10, generations=1)
+        assert rig.meter.sets()["generations", "tokens_per_verify"] == 1
+        assert rig.meter.sets()["generations", "acceptance_length,tokens_per_verify"] == 0
+
+
+def test_after_a_retraction_with_embeddings_emitted_is_unknown() -> None:
+    with Rig() as rig:
+        rig.add("a", input_embeds=[[0.1, 0.2]])
+        rig.says(Says("a", 11, verify=5, accepted=5, retractions=1, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=5, verify=5, completion=11, emitted=0, generations=1)
+        assert rig.meter.sets()["generations", "tokens_per_verify"] == 1
+        rig.add("b", input_embeds=[[0.1, 0.2]])
+        rig.says(Says("b", 11, verify=5, accepted=5, reason=LENGTH))
+        assert rig.counted()["emitted"] == 10
+
+
+def test_a_counter_that_falls_in_the_end_adds_nothing_more() -> None:
+    """With embeddings a retracted request starts over, and its completion with it."""
+    with Rig() as rig:
+        rig.add("a", input_embeds=[[0.1]], stream=True)
+        rig.says(Says("a", 11, verify=5, accepted=5))
+        assert rig.counted()["completion"] == 11
+        rig.says(Says("a", 4, verify=7, accepted=6, retractions=1, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=6, verify=7, completion=11, emitted=10, generations=1)
+        assert rig.meter.sets()["generations", "none"] == 1
+
+
+# --- Known and unknown ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_ends_at_the_prefill_is_a_generation_with_explicit_zeros() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(Says("a", 1, reason={"type": "length", "length": 1}))
+        assert rig.counted() == ngram(completion=1, generations=1)
+        assert not any(key.startswith("spec") for key in rig.answers["a"])  # the response says nothing of it
+        assert rig.meter.sets()["generations", "acceptance_length,tokens_per_verify"] == 1
+
+
+def test_a_request_that_ends_before_its_first_token_is_no_generation() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(Says("a", 0, reason=ABORT))
+        assert rig.counted() == ngram()
+
+
+def test_without_a_tokenizer_the_other_message_says_the_same() -> None:
+    with Rig(**NGRAM, skip_tokenizer_init=True) as rig:
+        rig.manager.skip_tokenizer_init = True
+        rig.add("a", stream=True)
+        rig.says(Says("a", 4, verify=1, accepted=2), kind=BatchTokenIDOutput)
+        rig.says(Says("a", 10, verify=4, accepted=6, reason=LENGTH), kind=BatchTokenIDOutput)
+        assert rig.counted() == ngram(accepted=6, verify=4, completion=10, emitted=9, generations=1)
+
+
+def test_embeddings_are_no_generations() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.handle(message(Says("a", 1, reason=LENGTH), kind=BatchEmbeddingOutput, embeddings=[[0.5]]))
+        assert rig.counted() == ngram()
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_columns_that_are_not_there_are_unknown_and_not_zero(nothing: Any) -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(
+            Says("a", 10),
+            spec_verify_ct=nothing,
+            spec_num_correct_drafts=nothing,
+            spec_correct_drafts_histogram=nothing,
+        )
+        rig.abort_in_queue("a")
+        # Speculation is known to be on, so it is a generation; it may enter no ratio.
+        assert rig.counted() == ngram(completion=10, emitted=9, generations=1)
+        assert rig.meter.sets()["generations", "none"] == 1
+        assert rig.meter.sets()["completion", "none"] == 10
+        assert rig.meter.sets()["completion", "tokens_per_verify"] == 0
+
+
+def test_without_speculation_there_is_not_one_point() -> None:
+    with Rig(speculative_algorithm=None) as rig:
+        rig.add("a")
+        rig.says(Says("a", 10, reason=LENGTH), spec_verify_ct=[], spec_num_correct_drafts=[])
+        assert rig.meter.points() == []
+
+
+def test_the_prefill_side_of_a_disaggregated_server_is_silent() -> None:
+    with Rig(**NGRAM, disaggregation_mode="prefill") as rig:
+        rig.add("a")
+        rig.says(Says("a", 1, reason=LENGTH))
+        assert rig.meter.points() == []
+
+
+def test_on_the_decode_side_a_retraction_makes_emitted_unknown() -> None:
+    with Rig(**NGRAM, disaggregation_mode="decode") as rig:
+        rig.add(["a", "b"])
+        rig.says(
+            Says("a", 10, verify=4, accepted=6, reason=LENGTH),
+            Says("b", 10, verify=4, accepted=6, retractions=1, reason=LENGTH),
+        )
+        assert rig.counted() == ngram(accepted=12, verify=8, completion=20, emitted=9, generations=2)
+        assert rig.meter.sets()["generations", "tokens_per_verify"] == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_algorithm": "UNO", "speculative_num_draft_tokens": 4},  # two tokens of a step are no drafts
+        {**NGRAM, "enable_mixed_chunk": True},  # decoding beside another's prefill, without a verify step
+    ],
+    ids=["UNO", "mixed chunks"],
+)
+def test_where_tokens_come_from_other_steps_too_emitted_is_unknown(settings: dict[str, Any]) -> None:
+    with Rig(**settings) as rig:
+        rig.add("a")
+        rig.says(Says("a", 10, verify=4, accepted=6, reason=LENGTH))
+        assert rig.counted() == {"accepted": 6, "verify": 4, "completion": 10, "generations": 1}
+        assert rig.meter.sets()["generations", "tokens_per_verify"] == 1
+
+
+def test_more_emitted_than_the_steps_can_have_given_does_not_enter_the_acceptance_length() -> None:
+    with Rig() as rig:
+        rig.add("a")
+        rig.says(Says("a", 12, verify=4, accepted=6, reason=LENGTH))
+        assert rig.counted() == ngram(accepted=6, verify=4, completion=12, emitted=11, generations=1)
+        assert rig.meter.sets()["generations", "tokens_per_verify"] == 1
+        assert rig.meter.sets()["emitted", "none"] == 11
+
+
+# --- Who and where ----------------------------------------------------------------------------------------------------
+
+
+def test_points_say_which_engine_and_which_process() -> None:
+    with Rig(**NGRAM, dp_size=2) as rig:
+        rig.add(["a", "b", "c"])
+        rig.says(Says("a", 4, verify=1, accepted=2, rank=0))  # at 0 both ranks have begun
+        assert {point.attributes["specdec.engine.index"] for point in rig.meter.points()} == {0, 1}
+        rig.says(Says("a", 6, verify=2, accepted=3, rank=0, reason=LENGTH))
+        rig.says(
+            Says("b", 5, verify=2, accepted=2, rank=1, reason=LENGTH),
+            Says("c", 7, verify=2, accepted=4, rank=0, reason=LENGTH),
+        )
+        completion = {
+            point.attributes["specdec.engine.index"]: point.value
+            for point in rig.meter.points("specdec.completion_tokens")
+        }
+        assert completion == {0: 13, 1: 5}
+        for point in rig.meter.points():
+            assert point.attributes["gen_ai.provider.name"] == "sglang"
+            assert point.attributes["gen_ai.request.model"] == "tiny"
+            assert point.attributes["specdec.method"] == "ngram"
+            assert point.attributes["specdec.source"] == "engine"
+            assert point.attributes["specdec.process"] == "tokenizer-0"
+
+
+def test_a_message_of_strings_and_one_of_ids_are_known_to_the_adapter() -> None:
+    fields = set(BatchStrOutput.__struct_fields__)
+    assert {"spec_verify_ct", "spec_num_correct_drafts", "spec_correct_drafts_histogram", "retraction_counts"} <= fields
+    assert COUNT_FIELDS == ("accepted", "proposed", "verify", "completion", "emitted")
