@@ -38,7 +38,7 @@ demo: $(VENVS)/vllm/.ready ## Run the demo on a real vLLM on this machine's CPU 
 GO ?= go
 COLLECTOR_VERSION := 0.161.0
 PROMETHEUS_MODULE := github.com/prometheus/prometheus/cmd
-DOWNSTREAM := build/otelcol-specdec build/prometheus build/promtool
+DOWNSTREAM := build/otelcol-specdec build/prometheus build/promtool build/deploy-check
 
 .PHONY: collector
 collector: build/otelcol-specdec ## Build the OpenTelemetry Collector of collector/builder.yaml (minutes the first time)
@@ -54,6 +54,10 @@ prometheus: build/prometheus build/promtool ## Build Prometheus and promtool (no
 build/prometheus build/promtool: collector/prometheus/module/go.mod collector/prometheus/module/go.sum
 	cd collector/prometheus/module && $(GO) build -trimpath -tags remove_all_sd,netgo -ldflags '-s -w' \
 		-o $(CURDIR)/$@ $(PROMETHEUS_MODULE)/$(@F)
+
+# Reads the compose file and the Kubernetes manifests as their own tools do.
+build/deploy-check: $(wildcard collector/deploy/check/*)
+	cd $(<D) && $(GO) build -o $(CURDIR)/$@ .
 
 .PHONY: mixin
 mixin: $(VENVS)/downstream/.ready ## Write the rules, alerts and dashboards of collector/ anew from collector/mixin

@@ -1,8 +1,10 @@
-"""Which generations exemplars will name: a bounded, uniform sample of those that finish. Engine-neutral, no OpenTelemetry.
+"""Which generations exemplars will name: a bounded, uniform sample of those that finish.
+
+Engine-neutral, no OpenTelemetry.
 
 Each generation draws a random number at its birth, and a sample is always the generations with the lowest numbers. So
-samples can be cut down and merged anywhere (between drains, between readers, on six counters alike) and stay uniform, and
-a burst does not hide what came before or after it.
+samples can be cut down and merged anywhere (between drains, between readers, on six counters alike) and stay uniform,
+and a burst does not hide what came before or after it.
 
 Not thread-safe: the owner guards it.
 """
@@ -39,10 +41,10 @@ C = TypeVar("C", bound=Candidate)
 class Candidates(Generic[C]):
     """The places, the generations in them, and those that finished since the last drain.
 
-    Places that are free at a drain are filled from the births until the next one: by reservoir sampling, so that the head
-    of a burst is no more likely than its tail. A generation that has come through a drain keeps its place until it
-    finishes, however long that takes. With at most `PLACES` generations alive and at most `PICKS` finished between two
-    drains, every one is picked.
+    Places that are free at a drain are filled from the births until the next one: by reservoir sampling, so that the
+    head of a burst is no more likely than its tail. A generation that has come through a drain keeps its place until
+    it finishes, however long that takes. With at most `PLACES` generations alive and at most `PICKS` finished between
+    two drains, every one is picked.
 
     Args:
         release: called with a candidate that lost its place to a later birth; it is followed no longer.

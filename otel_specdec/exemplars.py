@@ -1,8 +1,8 @@
-"""Exemplars that name the generation: what they say, within the 128 characters that Prometheus allows, and how it travels.
+"""Exemplars that name the generation: what they say within 128 characters, and how it travels.
 
-Ids travel in the `Context` of `Counter.add`, never as attributes: where no view of ours is installed nothing leaks, and the
-SDK's own reservoir still finds the request's trace. Needs the OpenTelemetry API alone; the SDK's side is in `sdk_exemplars`.
-Runs at a collection, for at most 4 generations of each attribute set.
+Ids travel in the `Context` of `Counter.add`, never as attributes: where no view of ours is installed nothing leaks,
+and the SDK's own reservoir still finds the request's trace. Needs the OpenTelemetry API alone; the SDK's side is in
+`sdk_exemplars`. Runs at a collection, for at most 4 generations of each attribute set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from otel_specdec import names
 from otel_specdec.engines import Picked, TraceIds
 
 BUDGET: Final = 128
-"""Characters (runes) that Prometheus allows to all labels of an exemplar, names and values; above it drops all of them."""
+"""Characters (runes) that Prometheus allows to all labels of an exemplar, names and values; above it drops all of
+them."""
 
 _TRACE_LABEL: Final = len("trace_id") + 32
 _SPAN_LABEL: Final = len("span_id") + 16
@@ -29,7 +30,8 @@ _GENERATION: Final = otel_context.create_key("otel_specdec.generation")
 
 NO_GENERATION: Final = otel_context.set_value(otel_context.create_key("otel_specdec.no_generation"), True, Context())
 """The context of everything that is not one generation's. It holds no span, and it is not empty: an empty one is falsy,
-and the SDK then takes the current context, so that a collection inside somebody's span would give our points its trace."""
+and the SDK then takes the current context, so that a collection inside somebody's span would give our points its
+trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class ExemplarLabels:
     Attributes:
         attributes: the filtered attributes.
         trace_id: the request's trace, or None.
-        span_id: its span; 0 (which OTLP and Prometheus take for none) where only the trace id fitted; None without trace.
+        span_id: its span; 0 (which OTLP and Prometheus take for none) where only the trace id fitted; None without
+            trace.
         time_unix_nano: when the generation finished, moved to a millisecond of its own.
         order: the generation's random number; of several, the lowest are kept.
     """
@@ -54,9 +57,9 @@ class ExemplarLabels:
 def labels_of(picked: Picked, span: trace.SpanContext | None, time_unix_nano: int) -> ExemplarLabels:
     """Keep what fits, dropping in this order: session, span id, choice, trace id.
 
-    A choice `0` goes before all of them: the request's other sequences, if any, have their own choices, and an adapter may
-    not know whether there are others (vLLM's scheduler does not).
-    An id is never truncated. One that does not even fit alone is left out, and the choice with it, which says nothing then.
+    A choice `0` goes before all of them: the request's other sequences, if any, have their own choices, and an
+    adapter may not know whether there are others (vLLM's scheduler does not). An id is never truncated. One that does
+    not even fit alone is left out, and the choice with it, which says nothing then.
     """
     attributes = {names.RESPONSE_ID: picked.response_id}
     if _length(attributes) > BUDGET:

@@ -65,6 +65,7 @@ class EngineSource:
 
     @property
     def ended(self) -> bool:
+        """See `sums.Source`."""
         return self._tally.ended
 
     def expected(self) -> list[Series]:
@@ -122,8 +123,8 @@ class EngineSource:
 class EngineCounters:
     """Takes what an adapter tells into the pool of the right MeterProvider: an `engines.EngineListener`.
 
-    The provider is chosen when an engine comes up, not before: the one given to `instrument()`, else the global one that
-    the process has by then, else one of our own where the environment asks for metrics.
+    The provider is chosen when an engine comes up, not before: the one given to `instrument()`, else the global one
+    that the process has by then, else one of our own where the environment asks for metrics.
     """
 
     def __init__(self, provider: MeterProvider | None, log: logging.Logger) -> None:
@@ -131,9 +132,7 @@ class EngineCounters:
         self._log = log
         self._flusher: Flusher | None = None
 
-    def engine_started(
-        self, engine: EngineDescription, tally: Tally, is_idle: Callable[[], bool]
-    ) -> None:
+    def engine_started(self, engine: EngineDescription, tally: Tally, is_idle: Callable[[], bool]) -> None:
         """Begin the engine's series at 0 and watch its sums. Never raises."""
         try:
             provider, whose, ours = self._provider()
@@ -267,9 +266,9 @@ class VLLMSpecDecInstrumentor(_EngineInstrumentor):
 class SGLangSpecDecInstrumentor(_EngineInstrumentor):
     """Counts SGLang's speculative decoding in the process that holds the tokenizer manager.
 
-    `SGLangSpecDecInstrumentor().instrument(meter_provider=None)` may come before or after sglang is imported, but before
-    the engine or the server is made: to 0.5.10 it captures the methods that are hooked. `uninstrument()` puts them back;
-    what was counted until then is in the next collection.
+    `SGLangSpecDecInstrumentor().instrument(meter_provider=None)` may come before or after sglang is imported, but
+    before the engine or the server is made: to 0.5.10 it captures the methods that are hooked. `uninstrument()` puts
+    them back; what was counted until then is in the next collection.
     """
 
     _module = "sglang"
@@ -296,7 +295,7 @@ def vllm_plugin() -> None:
 
 
 def sglang_plugin() -> None:
-    """Entry point of `sglang.srt.plugins` (0.5.14 on): SGLang calls it in every process but tokenizer workers. Never raises.
+    """Entry point of `sglang.srt.plugins` (0.5.14 on), called in every process but tokenizer workers. Never raises.
 
     It instruments only where metrics are wanted: the process has a MeterProvider, or the environment asks for one.
     """
@@ -312,4 +311,6 @@ def _start_by_plugin(kind: type[_EngineInstrumentor], entry_point: str) -> None:
             instrumentor.instrument(skip_dep_check=True)
             kind._by_plugin = True
     except Exception:
-        logger.warning("otel_specdec: the plugin %s could not start; the engine is not affected.", entry_point, exc_info=True)
+        logger.warning(
+            "otel_specdec: the plugin %s could not start; the engine is not affected.", entry_point, exc_info=True
+        )

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 class Instruments:
     """One counter for each `names.Metric`, and the observable whose callback drains the pool into them."""
 
-    def __init__(
-        self, provider: MeterProvider, drain: Callable[[CallbackOptions], Iterable[Observation]]
-    ) -> None:
+    def __init__(self, provider: MeterProvider, drain: Callable[[CallbackOptions], Iterable[Observation]]) -> None:
         meter = provider.get_meter(names.METER, __version__, schema_url=names.SCHEMA_URL)
         self.counters: dict[names.Metric, Counter] = {
             metric: meter.create_counter(metric.value, unit=metric.unit, description=metric.description)

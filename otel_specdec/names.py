@@ -116,7 +116,8 @@ class Metric(str, Enum):
 
 
 DRAIN: Final = "specdec.drain"
-"""The observable whose callback moves the pool's sums into the counters. It observes nothing, so nothing is exported."""
+"""The observable whose callback moves the pool's sums into the counters. It observes nothing, so nothing is
+exported."""
 
 RATIOS: Final[dict[str, tuple[Metric, Metric]]] = {
     ACCEPTANCE_LENGTH: (Metric.EMITTED, Metric.VERIFY),

@@ -1,8 +1,8 @@
 """A MeterProvider for an engine process that has none, and flushes that no engine waits for.
 
-Engines start processes of their own (vLLM's EngineCore), which auto-instrumentation may not reach: then the engine's own
-plugin mechanism loads us, and the standard environment variables say whether and where metrics are wanted. The SDK is
-imported only where a provider is really made.
+Engines start processes of their own (vLLM's EngineCore), which auto-instrumentation may not reach: then the engine's
+own plugin mechanism loads us, and the standard environment variables say whether and where metrics are wanted. The
+SDK is imported only where a provider is really made.
 
 Threads: `Flusher` has one daemon thread, started with the first engine; the engine's thread only sets an event.
 """
@@ -49,9 +49,10 @@ def instrumentation_disabled(entry_point: str, environ: Mapping[str, str] = os.e
 def provider_from_environment(environ: Mapping[str, str] = os.environ) -> MeterProvider | None:
     """A provider of our own, made as the environment says and never set as the global one; None where it cannot be.
 
-    Reads OTEL_METRICS_EXPORTER (`otlp`, `console`, or any name of the entry point group `opentelemetry_metrics_exporter`;
-    `otlp` where only the endpoint is given) and OTEL_EXPORTER_OTLP_(METRICS_)PROTOCOL (`grpc`, the SDK's default, or
-    `http/protobuf`); resource, endpoint, headers and interval are read by the SDK and the exporter themselves.
+    Reads OTEL_METRICS_EXPORTER (`otlp`, `console`, or any name of the entry point group
+    `opentelemetry_metrics_exporter`; `otlp` where only the endpoint is given) and
+    OTEL_EXPORTER_OTLP_(METRICS_)PROTOCOL (`grpc`, the SDK's default, or `http/protobuf`); resource, endpoint, headers
+    and interval are read by the SDK and the exporter themselves.
     """
     try:
         from opentelemetry.sdk.metrics import MeterProvider
@@ -150,7 +151,7 @@ class Flusher:
                 logger.debug("otel_specdec could not flush: %s", error)
 
     def at_exit(self) -> None:
-        """One last flush, bounded: on a thread of its own, since a fork may have left the SDK's locks taken for ever."""
+        """One last flush, bounded: on its own thread, as a fork may have left the SDK's locks taken for ever."""
         flush = threading.Thread(target=_quiet_flush, args=(self._provider,), daemon=True)
         flush.start()
         flush.join(FLUSH_MILLIS / 1000)
@@ -175,7 +176,6 @@ def _at_exit(flusher: Flusher) -> None:
     The SDK does so by `atexit`, which a forked `multiprocessing` child does not run (it ends by `os._exit`): there, and
     there only, an application's own provider is flushed too, since nobody else would.
     """
-
 
     import multiprocessing  # here: it is some ms, and only engines need it
     from multiprocessing.util import Finalize

@@ -36,8 +36,9 @@ PRIVATE_NAMES: Final = ("_sdk_config", "_sdk_config.views", "_sdk_config.exempla
 class GenerationExemplarReservoir(ExemplarReservoir):
     """Keeps at most 4 generations between two collections: those with the lowest random numbers, so uniformly.
 
-    It takes nothing that is not one generation's, so no measurement made inside somebody's span leaves a trace id, and it
-    holds nothing after a collection: no stale trace id either (the SDK's fixed-size one keeps them, seen on 1.45.2).
+    It takes nothing that is not one generation's, so no measurement made inside somebody's span leaves a trace id,
+    and it holds nothing after a collection: no stale trace id either (the SDK's fixed-size one keeps them, seen on
+    1.45.2).
 
     Args:
         size: how many it keeps (≥ 1).

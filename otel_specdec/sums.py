@@ -1,9 +1,9 @@
 """Sums waiting for the next collection, one pool for each MeterProvider.
 
-Why: `Counter.add` costs 9 to 25 µs in today's SDK, so an engine's step must not call it. Hooks and recorders add to plain
-sums; the callback of one observable instrument (`names.DRAIN`) moves them into the counters. The SDK runs callbacks
-before it reads the synchronous instruments of the same collection, so every `force_flush`, shutdown and in-memory
-collection is exact, and no thread is needed.
+Why: `Counter.add` costs 9 to 25 µs in today's SDK, so an engine's step must not call it. Hooks and recorders add to
+    plain sums; the callback of one observable instrument (`names.DRAIN`) moves them into the counters. The SDK runs
+    callbacks before it reads the synchronous instruments of the same collection, so every `force_flush`, shutdown and
+    in-memory collection is exact, and no thread is needed.
 
 Where it runs: `add` on the caller's thread; a drain on the thread of whoever collects, under the SDK's collection lock:
 it never flushes and never creates an instrument.

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -23,10 +24,10 @@ from rich.console import Console
 from rich.text import Text
 
 from examples.vllm_demo.otlp_receiver import OtlpReceiver
-from examples.vllm_demo.report import Counters, Run, Stage, render, render_nothing
+from examples.vllm_demo.report import Counters, Run, Stage, named_exemplars, render, render_nothing
 from examples.vllm_demo.server import ServerError, VllmServer, otlp_environment
 from examples.vllm_demo.tiny_model import ModelError, ensure_models
-from examples.vllm_demo.traffic import Answer, Ask, aborted, greedy_mix, sampled, send_now
+from examples.vllm_demo.traffic import Answer, Ask, aborted, greedy_mix, new_traceparent, sampled, send_now
 from otel_specdec.names import METER, PROCESS
 
 _MODEL_DIR = Path(__file__).resolve().parents[2] / "build" / "models"
@@ -95,9 +96,18 @@ def demo(options: argparse.Namespace, console: Console) -> bool:
             models.target,
             served_name=options.served_name,
             instrument=True,
-            env=otlp_environment(receiver.http_endpoint, service="vllm-demo", interval_ms=options.interval_ms),
-            # for the averages only: the counters do not need it
-            extra_args=("--per-request-spec-decode-metrics", "summary"),
+            env={
+                **otlp_environment(receiver.http_endpoint, service="vllm-demo", interval_ms=options.interval_ms),
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            },
+            extra_args=(
+                # for the averages only: the counters do not need it
+                "--per-request-spec-decode-metrics",
+                "summary",
+                # vLLM keeps a request's trace context only if it exports traces itself (the receiver drops them)
+                "--otlp-traces-endpoint",
+                f"{receiver.http_endpoint}/v1/traces",
+            ),
             work_dir=work_dir,
             start_seconds=options.start_seconds,
             progress=lambda _, line: steps.say(line),
@@ -134,7 +144,7 @@ def _observe(
     stopped = counted(answers)
     with steps.step("Clients that hang up"):
         answers = _send(aborted() * options.rounds, steps, server)
-    run = Run(whole, stopped, counted(answers), server.metrics())
+    run = Run(whole, stopped, counted(answers), server.metrics(), named_exemplars(receiver))
     if run.final:
         return render(run, console)
     render_nothing((point.metric for point in receiver.points()), run.answers, run.samples, console)
@@ -150,7 +160,8 @@ def _send(asks: Sequence[Ask], steps: Steps, server: VllmServer) -> list[Answer]
         done += 1
         steps.say(f"{done} of {len(asks)} requests, the last: {answer.ask.name}")
 
-    answers = send_now(server.url, server.served_name, asks, answered=answered)
+    traced = [replace(ask, headers={**ask.headers, "traceparent": new_traceparent()}) for ask in asks]
+    answers = send_now(server.url, server.served_name, traced, answered=answered)
     failed = [f"{answer.ask.name}: {answer.error}" for answer in answers if answer.error is not None]
     if failed:
         raise DemoError("Requests that failed:\n" + "\n".join(failed[:10]))

@@ -8,7 +8,7 @@ ratios that their `specdec.ratio_set` names, and no others. Reading and arithmet
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from rich import box
@@ -18,17 +18,20 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from examples.vllm_demo.otlp_receiver import OtlpReceiver, Point
+from examples.vllm_demo.otlp_receiver import Exemplar, OtlpReceiver, Point
 from examples.vllm_demo.server import Samples, total
 from examples.vllm_demo.traffic import Answer, sequences
+from otel_specdec.counts import METRIC_OF_FIELD
 from otel_specdec.names import (
     ACCEPT_RATE,
     ACCEPTANCE_LENGTH,
+    CHOICE,
     ENGINE,
     NONE,
     POSITION,
     RATIO_SET,
     RATIOS,
+    RESPONSE_ID,
     SOURCE,
     TOKENS_PER_VERIFY,
     Metric,
@@ -214,6 +217,8 @@ class Run:
     aborted: Stage
     """Clients that hung up in mid-stream."""
     samples: Samples
+    exemplars: Mapping[str, Mapping[Metric, Exemplar]] = field(default_factory=dict)
+    """By response id, those of sequence 0: the exemplar on each counter."""
 
     @property
     def final(self) -> Counters:
@@ -236,6 +241,12 @@ class Run:
         trimmed = self.stopped.counters.trimmed
         generations, number = self.final.total(Metric.GENERATIONS) or 0, len(sequences(self.answers))
         errors = self.final.total(Metric.ERRORS) or 0
+        traces = _traces(self.answers)
+        strangers = [
+            response
+            for response, found in self.exemplars.items()
+            if any(exemplar.trace_id != traces.get(response) for exemplar in found.values())
+        ]
         known = [right for answer in self.answers if (right := answer.as_expected()) is not None]
         return [
             Finding("answered in full: every token committed was received, and no other", whole == self.whole.received),
@@ -247,11 +258,32 @@ class Run:
             ),
             Finding("aborts: no more was received than committed", aborted >= self.aborted.received),
             Finding(
+                f"{_n(len(self.exemplars))} responses named by exemplars, each with the id and the trace of its client",
+                bool(self.exemplars) and not strangers,
+            ),
+            Finding(
                 f"{_n(generations)} generations counted, {_n(number)} sequences at the clients", generations == number
             ),
             Finding(f"{known.count(True)} of {len(known)} greedy answers are those of plain decoding", all(known)),
             Finding(f"{_n(errors)} errors of the instrumentation", errors == 0),
         ]
+
+
+def named_exemplars(receiver: OtlpReceiver) -> dict[str, dict[Metric, Exemplar]]:
+    """The exemplars that name a response, by its id and by counter, in the order in which they came."""
+    named: dict[str, dict[Metric, Exemplar]] = {}
+    for metric in (*METRIC_OF_FIELD.values(), Metric.GENERATIONS):
+        for point in receiver.points(metric.value):
+            for exemplar in point.exemplars:
+                response = exemplar.filtered_attributes.get(RESPONSE_ID)
+                if isinstance(response, str) and exemplar.filtered_attributes.get(CHOICE, "0") == "0":
+                    named.setdefault(response, {})[metric] = exemplar
+    return named
+
+
+def _traces(answers: Iterable[Answer]) -> dict[str, str]:
+    """The trace id that each client sent, by the response id that it got."""
+    return {answer.response_id: answer.ask.headers.get("traceparent", "--").split("-")[1] for answer in answers}
 
 
 def render(run: Run, console: Console) -> bool:
@@ -275,6 +307,12 @@ def render(run: Run, console: Console) -> bool:
     _note(
         console,
         "vLLM's documented rate divides by all drafts, also by those too short to have anything at the position.",
+    )
+    console.print(_exemplars_table(run))
+    _note(
+        console,
+        "From a point on a graph to the generation behind it: at most 4 for each collection, an unbiased sample. Id "
+        "and trace are the client's own; each value is that generation's share in the counter.",
     )
     console.print(_reconciliation_table(run))
     trimmed = run.stopped.counters.trimmed
@@ -386,6 +424,25 @@ def _positions_table(run: Run) -> Table:
             f"{rate:.1%}",
             Text("█" * cells, style="green").append("·" * (_BAR - cells), style="dim"),
             f"{own / drafts:.1%}" if own is not None and drafts else "–",
+        )
+    return table
+
+
+def _exemplars_table(run: Run) -> Table:
+    table = _table("Exemplars", "response", "trace", "length", "accepted", "proposed", "verify", text=(0, 1))
+    asked = {answer.response_id: answer.ask.name for answer in run.answers}
+    known = [response for response in run.exemplars if response in asked]
+    for response in known[:: max(1, len(known) // 6)][:6]:
+        found = run.exemplars[response]
+        values = (found[metric].value if metric in found else 0 for metric in (Metric.ACCEPTED, Metric.PROPOSED))
+        verify = found[Metric.VERIFY].value if Metric.VERIFY in found else 0
+        emitted = found[Metric.EMITTED].value if Metric.EMITTED in found else 0
+        table.add_row(
+            Text(response).append(f"  {asked[response]}", "dim"),
+            found[Metric.GENERATIONS].trace_id[:16] + "…" if Metric.GENERATIONS in found else "",
+            _ratio(ACCEPTANCE_LENGTH, emitted / verify if verify else None),
+            *map(_n, values),
+            _n(verify),
         )
     return table
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,11 @@ def chat(name: str, text: str, max_tokens: int, **body: Any) -> Ask:
         chat=True,
         follows=":" if free else None,
     )
+
+
+def new_traceparent() -> str:
+    """A W3C trace context as a traced client sends it: sampled, with random ids."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
 def greedy_mix() -> list[Ask]:

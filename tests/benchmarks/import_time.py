@@ -1,9 +1,10 @@
-"""What the package adds to the start of every process under `opentelemetry-instrument`: `python -X importtime`, in pairs.
+"""What the package adds to the start of every process under `opentelemetry-instrument`: `python -X importtime`, in
+pairs.
 
     python -m tests.benchmarks.import_time [--runs 11]
 
-Each pair is the same empty program with our instrumentor and without it (OTEL_PYTHON_DISABLED_INSTRUMENTATIONS). What we
-add is the self time of the modules that only the first one imports. Needs the environment `vllm`.
+Each pair is the same empty program with our instrumentor and without it (OTEL_PYTHON_DISABLED_INSTRUMENTATIONS). What
+we add is the self time of the modules that only the first one imports. Needs the environment `vllm`.
 """
 
 from __future__ import annotations

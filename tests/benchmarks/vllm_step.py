@@ -4,8 +4,8 @@
 
 The real scheduler of the installed vLLM with synthetic outputs (three tokens of five for each request and step). Beside
 our hook stand what one would write first: five `Counter.add` for each generation and step, and one `Histogram.record`.
-Every variant takes its turn on the same scheduler, step after step; the figures are medians, and the spread is that of the
-medians of ten equal parts. Needs the environment `vllm`; it is not a test, and no test looks at a clock.
+Every variant takes its turn on the same scheduler, step after step; the figures are medians, and the spread is that
+of the medians of ten equal parts. Needs the environment `vllm`; it is not a test, and no test looks at a clock.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,40 @@ def test_listeners_are_on_loopback_unless_told_otherwise(path: Path) -> None:
     for setting, default in re.findall(r"\$\{env:(SPECDEC_(?:OTLP_\w+|HEALTH)):-([^}]*)\}", path.read_text()):
         assert default.startswith("127.0.0.1:"), setting
     assert "0.0.0.0" not in path.read_text()
+
+
+def test_compose_and_kubernetes_read_their_manifests() -> None:
+    deploy = COLLECTOR / "deploy"
+    checked = run([BUILD / "deploy-check", deploy / "compose.yaml", deploy / "kubernetes.yaml"])
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stdout.count("\n") == 6, checked.stdout
+
+
+def test_what_compose_mounts_is_there_and_prometheus_reads_it(tmp_path: Path) -> None:
+    deploy = COLLECTOR / "deploy"
+    services = yaml.safe_load((deploy / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        for volume in service.get("volumes", ()):
+            if volume.startswith("."):
+                assert (deploy / volume.split(":")[0]).exists(), volume
+    # As mounted: the file beside the folder of rules.
+    shutil.copytree(COLLECTOR / "prometheus" / "rules", tmp_path / "rules")
+    shutil.copy(deploy / "prometheus.compose.yml", tmp_path)
+    checked = run([BUILD / "promtool", "check", "config", tmp_path / "prometheus.compose.yml"])
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    ours = yaml.safe_load((COLLECTOR / "prometheus" / "prometheus.yml").read_text())
+    theirs = yaml.safe_load((deploy / "prometheus.compose.yml").read_text())
+    assert {key: theirs[key] for key in ("otlp", "storage")} == {key: ours[key] for key in ("otlp", "storage")}
+
+
+def test_kubernetes_runs_the_files_of_scale_out_with_their_settings() -> None:
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]["containers"][0]
+        for each in yaml.safe_load_all((COLLECTOR / "deploy" / "kubernetes.yaml").read_text())
+        if "template" in each.get("spec", {})
+    }
+    for tier in ("agent", "pool"):
+        container = pods[f"specdec-{tier}"]
+        assert container["args"] == [f"--config=/etc/specdec/{tier}.yaml"]
+        known = set(re.findall(r"env:(SPECDEC_\w+)", (COLLECTOR / "scale-out" / f"{tier}.yaml").read_text()))
+        assert {each["name"] for each in container["env"]} - {"POD_IP"} <= known

@@ -117,7 +117,8 @@ def test_with_64_alive_and_4_finished_between_drains_each_is_picked() -> None:
 
 
 def test_a_burst_of_256_is_sampled_uniformly() -> None:
-    # 4 of 256 in each of 2,000 bursts: each place is picked 31.25 times on the average, with a standard deviation of 5.5.
+    # 4 of 256 in each of 2,000 bursts: each place is picked 31.25 times on the average, with a standard deviation of
+    # 5.5.
     hits: Counter[object] = Counter()
     for _ in range(2_000):
         simulation = Simulation()
@@ -165,7 +166,9 @@ class Tally:
     def take(self) -> Taken:
         return self.taken.pop(0) if self.taken else Taken([])
 
-    def finish(self, response_id: str, completion: int, order: float, ms: int, trace_ids: TraceIds | None = None) -> None:
+    def finish(
+        self, response_id: str, completion: int, order: float, ms: int, trace_ids: TraceIds | None = None
+    ) -> None:
         increment = Increment(SpecCounts(1, 2, 1, completion, 2), 1)
         generation = Picked(response_id, ms * 1_000_000, order, [increment], trace=trace_ids)
         rest = Increment(SpecCounts(10, 20, 10, 100, 20), 5)
@@ -182,9 +185,7 @@ def attach(provider: MeterProvider) -> Tally:
 
 
 def provider_with(*readers: InMemoryMetricReader) -> MeterProvider:
-    return MeterProvider(
-        readers, views=views(), exemplar_filter=GenerationExemplarFilter(), shutdown_on_exit=False
-    )
+    return MeterProvider(readers, views=views(), exemplar_filter=GenerationExemplarFilter(), shutdown_on_exit=False)
 
 
 def collected(reader: InMemoryMetricReader, scope: str = "otel_specdec") -> dict[str, list[object]]:
@@ -361,7 +362,9 @@ def test_other_meters_exemplars_are_what_they_were() -> None:
 def test_a_wildcard_view_beside_ours_doubles_sums_as_the_docs_say() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider(
-        [reader], views=[*views(), View(instrument_name="*", attribute_keys={"gen_ai.request.model"})], shutdown_on_exit=False
+        [reader],
+        views=[*views(), View(instrument_name="*", attribute_keys={"gen_ai.request.model"})],
+        shutdown_on_exit=False,
     )
     tally = attach(provider)
     tally.finish("cmpl-1", 7, 0.3, 5_000)

@@ -4,6 +4,7 @@ import gc
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -489,16 +490,17 @@ def test_the_memory_for_running_generations_is_bounded_and_says_so_once(
     meter: Meter, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = SpecDecRecorder(meter.provider, remembered=2)
-    for generation in "abab":
-        recorder.record(running(generation, verify=1))
-    recorder.record(running("a", verify=2))  # b is the one that was silent longest
+    for generation, verify in (("a", 1), ("b", 1), ("a", 2)):
+        recorder.record(running(generation, verify=verify))
     assert caplog.records == []
-    for generation in "cd":
-        recorder.record(running(generation, verify=1))
-    assert len(caplog.records) == 1
+    recorder.record(running("c", verify=1))  # b was silent longest, and is forgotten
     assert "Raise `remembered`" in caplog.text
-    recorder.record(final("c", verify=3))
-    assert meter.totals() == {"verify": 2 + 1 + 3 + 1, "generations": 1}
+    recorder.record(final("a", verify=5))
+    assert meter.totals() == {"verify": 5 + 1 + 1, "generations": 1}
+    recorder.record(running("b", verify=2))
+    assert meter.totals() == {"verify": 5 + 1 + 1 + 2, "generations": 1}
+    recorder.record(running("d", verify=1))
+    assert len(caplog.records) == 1
 
 
 def test_memory_does_not_grow_with_the_number_of_generations(meter: Meter) -> None:
@@ -548,9 +550,19 @@ def in_threads(work: Callable[[int], None], threads: int = 32) -> None:
         list(pool.map(at_once, range(threads), timeout=30))
 
 
+class Yielding(str):
+    """An id that lets other threads run whenever it is looked up."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        time.sleep(1e-5)
+        return super().__hash__()
+
+
 def test_the_same_reports_from_many_threads_are_counted_once(meter: Meter, recorder: SpecDecRecorder) -> None:
     def work(_: int) -> None:
-        for generation in map(str, range(20)):
+        for generation in map(Yielding, range(20)):
             recorder.record(running(generation, **whole(1, 4, 1)))
             recorder.record(final(generation, **whole(3, 8, 2)))
 

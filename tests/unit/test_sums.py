@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from otel_specdec import GenerationReport, SpecCounts, SpecDecRecorder
 from otel_specdec.instrumentors import EngineCounters, EngineSource
 from otel_specdec.names import Metric
-from otel_specdec.sums import Pool, Series, pool_for
+from otel_specdec.sums import Harvest, Pool, Series, pool_for
 from tests.unit.collected import (
     ACCEPTED_AT,
     ERRORS,
@@ -288,6 +288,17 @@ def test_no_expected_series_is_born_inside_a_collection(delta: bool) -> None:
 
 def test_a_zero_is_added_to_a_series_that_nobody_has_seen(meter: Meter) -> None:
     pool_for(meter.provider).add([(Series.of(Metric.VERIFY, {}), 0)])
+    assert meter.totals() == {"verify": 0}
+
+
+def test_a_zero_of_a_source_begins_a_series_that_nobody_has_seen(meter: Meter) -> None:
+    class Zero:
+        ended = False
+
+        def take(self) -> Harvest:
+            return Harvest([(Series.of(Metric.VERIFY, {}), 0)])
+
+    pool_for(meter.provider).attach(Zero())
     assert meter.totals() == {"verify": 0}
 
 

@@ -1,8 +1,8 @@
 """100,000 random steps: the sums of `StepTally`, at C speed over whole steps, equal a plain count request by request.
 
 Steps are made with everything that vLLM's scheduler does to them: drafts of every length, padding of new and resumed
-requests, drafts that the grammar invalidated, trimming at the end, outputs that are dropped, requests that fail, aborts in
-every state, ids used again. Stand-ins have the attributes that the adapter reads, and no others.
+requests, drafts that the grammar invalidated, trimming at the end, outputs that are dropped, requests that fail,
+aborts in every state, ids used again. Stand-ins have the attributes that the adapter reads, and no others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class World:
 
     def abort(self) -> None:
         live = list(self.scheduler.requests)
-        ids = self.random.sample(live, min(len(live), self.random.randint(1, 3))) + ["nobody"]
+        ids = [*self.random.sample(live, min(len(live), self.random.randint(1, 3))), "nobody"]
         requests = self.tally.before_finish(self.scheduler, ids)
         for request in requests:
             self.end(request)
@@ -181,7 +181,8 @@ class World:
 
 
 class _Weak(SimpleNamespace):
-    """A namespace that a weak reference may point to, and that nobody keeps: the tally needs no scheduler of its own."""
+    """A namespace that a weak reference may point to, and that nobody keeps: the tally needs no scheduler of its
+    own."""
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__(requests=scheduler.requests)

@@ -65,7 +65,8 @@ class Engine:
         return points(self.reader)
 
     def counted(self) -> dict[str, int]:
-        """What our counters have grown by since the last call: totals by field, positions as `accepted_at`/`proposed_at`."""
+        """What our counters have grown by since the last call: totals by field, positions as
+        `accepted_at`/`proposed_at`."""
         now: Counter[tuple[str, int]] = Counter()
         for name, attributes, value in self.points():
             now[name, attributes.get(POSITION, -1)] += value
@@ -78,9 +79,7 @@ class Engine:
 
     def reported(self) -> dict[str, int]:
         """What vLLM's own metrics have grown by since the last call."""
-        now = Counter(
-            {m.name: m.value for m in self.llm.get_metrics() if m.name in VLLM_NAMES and hasattr(m, "value")}
-        )
+        now = Counter({m.name: m.value for m in self.llm.get_metrics() if m.name in VLLM_NAMES and hasattr(m, "value")})
         grown = {short: now[name] - self._last_vllm[name] for name, short in VLLM_NAMES.items()}
         self._last_vllm = now
         return grown

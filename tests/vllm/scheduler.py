@@ -1,7 +1,7 @@
 """vLLM's real `Scheduler` and `AsyncScheduler` without an engine: synthetic model outputs, step by step.
 
-What a test says here is what the model runner would have said: which tokens each scheduled request generated. Everything
-else (scheduling, drafts, trimming, aborts, preemption) is vLLM's own code.
+What a test says here is what the model runner would have said: which tokens each scheduled request generated.
+Everything else (scheduling, drafts, trimming, aborts, preemption) is vLLM's own code.
 """
 
 from __future__ import annotations
@@ -135,9 +135,7 @@ class Rig:
         return None
 
 
-def _config(
-    models: Models, speculation: dict[str, Any] | None, data_parallel_index: int, max_num_seqs: int
-) -> Any:
+def _config(models: Models, speculation: dict[str, Any] | None, data_parallel_index: int, max_num_seqs: int) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm.engine.arg_utils import EngineArgs

@@ -50,9 +50,7 @@ class Serving:
 
     def settle(self, generations: int, seconds: float = 15) -> dict[str, int]:
         """Wait until so many finished generations were received in all, and return the totals."""
-        arrived = self.receiver.wait(
-            lambda receiver: receiver.totals(Metric.GENERATIONS.value) >= generations, seconds
-        )
+        arrived = self.receiver.wait(lambda receiver: receiver.totals(Metric.GENERATIONS.value) >= generations, seconds)
         totals = self.totals()
         assert arrived, totals
         assert totals["generations"] == generations
@@ -66,7 +64,6 @@ class Serving:
     def points(self) -> list[Point]:
         """The last point of each of our streams."""
         return [point for metric in Metric for point in self.receiver.streams(metric.value)]
-
 
     def exemplars(self, response_id: str) -> dict[str, list[Exemplar]]:
         """Every exemplar received that names this response, by metric."""
@@ -160,7 +157,8 @@ def check_two_hundred_of_three_tokens(serving: Serving, generations_before: int 
 
 
 def check_no_id_left(serving: Serving) -> None:
-    """No id that a client has seen is anywhere in an exported byte, but for the exemplars, which are there to name it."""
+    """No id that a client has seen is anywhere in an exported byte, but for the exemplars, which are there to name
+    it."""
     assert serving.seen
     for request in serving.receiver.requests:
         bare = ExportMetricsServiceRequest.FromString(request.SerializeToString())

@@ -1,4 +1,5 @@
-"""`LLM(...)` in a user's own program, with its engine in a forked or spawned process that the end of the program stops."""
+"""`LLM(...)` in a user's own program, with its engine in a forked or spawned process that the end of the program
+stops."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def asynchronous(models: Models) -> Iterator[Rig]:
         yield rig
 
 
-def totals(accepted: int, proposed: int, verify: int, completion: int, emitted: int, generations: int) -> dict[str, int]:
+def totals(
+    accepted: int, proposed: int, verify: int, completion: int, emitted: int, generations: int
+) -> dict[str, int]:
     return {
         "accepted": accepted,
         "proposed": proposed,

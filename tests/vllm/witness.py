@@ -1,8 +1,9 @@
 """An independent count of speculative decoding, made from the scheduler's own inputs and outputs.
 
-It shares no rule with the code under test: a draft token is real if it is not -1 (the synchronous scheduler has the real
-ids), accepted tokens are those that the draft and the target model agree on, one by one (greedy), and generations are counted by
-looking at the request objects in the end. It sits beneath our hooks, so both see the same calls.
+It shares no rule with the code under test: a draft token is real if it is not -1 (the synchronous scheduler has the
+real ids), accepted tokens are those that the draft and the target model agree on, one by one (greedy), and
+generations are counted by looking at the request objects in the end. It sits beneath our hooks, so both see the same
+calls.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Witness:
             self.padded_steps += bool(drafts) and not real
             if not real:
                 continue
-            agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(real, tokens)))
+            agreed = sum(
+                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(real, tokens, strict=False))
+            )
             if requests[request_id].sampling_params.temperature > 0:
                 # Where tokens are sampled, the one that takes a refused draft's place may be equal to it.
                 assert agreed >= len(tokens) - 1
                 agreed = len(tokens) - 1
-            self.counts.update(
-                accepted=agreed, proposed=len(real), verify=1, emitted=emitted[request_id]
-            )
+            self.counts.update(accepted=agreed, proposed=len(real), verify=1, emitted=emitted[request_id])
             self.accepted_at.update(range(agreed))
             self.proposed_at.update(range(len(real)))
 
