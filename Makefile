@@ -71,20 +71,24 @@ images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a 
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, test-collector
-	$(RUN) unit pythons vllm collector
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, test-sglang, test-collector
+	$(RUN) unit pythons vllm sglang collector
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
 	$(RUN) unit
 
 .PHONY: test-pythons
-test-pythons: $(UV_STAMP) ## Run the unit tests on every other Python found, on 3.10 with the oldest OpenTelemetry
+test-pythons: $(UV_STAMP) ## Run the unit tests on every other Python found, on 3.10 with the oldest OpenTelemetry, on 3.12 one in between
 	$(RUN) pythons
 
 .PHONY: test-vllm
 test-vllm: $(VENVS)/vllm/.ready ## Run the tests with a real vLLM engine on the CPU
 	$(RUN) vllm
+
+.PHONY: test-sglang
+test-sglang: $(VENVS)/sglang/.ready ## Run the tests with a real SGLang on the CPU
+	$(RUN) sglang
 
 .PHONY: test-collector
 test-collector: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Run the tests with a real collector and a real Prometheus
@@ -110,12 +114,14 @@ hooks: $(VENVS)/dev/.ready ## Install the git hooks
 ##### Environments
 
 .PHONY: environments
-environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/downstream/.ready ## Create the environments (the other targets do it as needed)
+environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready ## Create the environments (the other targets do it as needed)
 
 # An environment holds exactly what one committed file of tests/environments lists; dev.txt unless named here.
 LOCK_vllm := vllm
+LOCK_sglang := sglang
 LOCK_downstream := downstream
 LOCK_python3.10 := oldest
+LOCK_python3.12 := middle
 
 $(UV_STAMP):
 	$(PYTHON) -m venv --clear $(VENVS)/tools
@@ -143,10 +149,15 @@ lock: $(UV_STAMP) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgra
 		--output-file tests/environments/dev.txt
 	$(COMPILE) tests/environments/oldest.in --python-version 3.10 --python-platform linux \
 		--output-file tests/environments/oldest.txt
+	$(COMPILE) tests/environments/middle.in --python-version 3.12 --python-platform linux \
+		--output-file tests/environments/middle.txt
 	$(COMPILE) --extra demo tests/environments/downstream.in --python-version 3.11 --python-platform linux \
 		--output-file tests/environments/downstream.txt
 	$(COMPILE) --extra demo tests/environments/vllm.in --python-version 3.11 --python-platform linux \
 		--overrides tests/environments/vllm-overrides.in --output-file tests/environments/vllm.txt
+	$(COMPILE) --extra demo tests/environments/sglang.in --python-version 3.11 --python-platform x86_64-manylinux_2_34 \
+		--overrides tests/environments/sglang-overrides.in --excludes tests/environments/sglang-excludes.in \
+		--output-file tests/environments/sglang.txt
 
 .PHONY: clean
 clean: ## Remove environments, reports and caches (uv's own cache stays)

@@ -1,0 +1,1 @@
+"""What happens to the counters downstream: collector, Prometheus, dashboards. Not part of the package."""

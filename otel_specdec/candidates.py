@@ -61,9 +61,14 @@ class Candidates(Generic[C]):
     def __bool__(self) -> bool:
         return self._live > 0
 
-    def misses(self, orders: Sequence[float]) -> bool:
-        """Whether none of so many births would get a place, with these random numbers: drawn before, for `born`."""
-        return len(self._young) >= self._free and (not self._young or min(orders) >= -self._young[0][0])
+    def entering(self, orders: Sequence[float]) -> Sequence[int]:
+        """Of so many births, with these random numbers drawn before: which may get a place, by index. Others get none."""
+        if len(self._young) < self._free:
+            return range(len(orders))
+        if not self._young:
+            return ()
+        most = -self._young[0][0]
+        return [index for index, order in enumerate(orders) if order < most] if min(orders) < most else ()
 
     def born(self, make: Callable[[float], C], order: float | None = None) -> C | None:
         """A generation came to life: its candidate if it gets a place, made by `make(order)`.
@@ -79,7 +84,9 @@ class Candidates(Generic[C]):
             candidate = make(order)
             _, _, loser = heapq.heapreplace(self._young, (-order, next(self._tie), candidate))
             loser.evicted = True
-            if not loser.finished_unix_nano:
+            if loser.finished_unix_nano:
+                self._finished.remove(loser)
+            else:
                 self._live -= 1
                 self._release(loser)
         else:
@@ -106,7 +113,7 @@ class Candidates(Generic[C]):
 
     def drain(self) -> list[C]:
         """Those that finished since the last drain and kept their place, lowest order first; begins the next round."""
-        finished = sorted((c for c in self._finished if not c.evicted), key=lambda c: c.order)
+        finished = sorted(self._finished, key=lambda candidate: candidate.order)
         self._finished = []
         self._young = []
         self._free = max(0, PLACES + PICKS - self._live)

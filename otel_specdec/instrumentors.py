@@ -144,12 +144,12 @@ class EngineCounters:
             self._flusher = flusher_for(provider, when_idle=ours)
             self._flusher.watch(is_idle)
             self._log.info(
-                "otel_specdec counts speculative decoding of %s engine %d (model %s, method %s, k = %d) into %s",
+                "otel_specdec counts speculative decoding of %s engine %d (model %s, method %s, k = %s) into %s",
                 engine.provider,
                 engine.index,
                 engine.model,
                 engine.method,
-                engine.max_drafts,
+                engine.max_drafts or "unknown",
                 whose,
             )
         except Exception as error:

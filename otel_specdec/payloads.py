@@ -448,7 +448,7 @@ def _walk(owner: object) -> Iterator[tuple[str, object, bool]]:
 def _items(owner: object) -> Iterable[tuple[str, object]]:
     if isinstance(owner, (list, tuple)):
         owner = owner[0] if owner else None  # a list of several generations' counters names them in each
-    if not isinstance(owner, Mapping):
+    if type(owner) is not dict and not isinstance(owner, Mapping):
         extra = getattr(owner, "model_extra", None)  # pydantic keeps there what its class does not declare
         owner = {**getattr(owner, "__dict__", {}), **(extra if isinstance(extra, Mapping) else {})}
     return [(key, value) for key, value in _first(owner.items()) if isinstance(key, str)]
@@ -501,6 +501,8 @@ def at(owner: object, path: Path) -> Any:
 
 def get(owner: object, name: str, default: object = None) -> Any:
     """A mapping's value or an object's attribute; `default` where there is none or asking for it fails."""
+    if type(owner) is dict:  # nearly always, and far cheaper to ask than the ABC
+        return owner.get(name, default)
     try:
         if isinstance(owner, Mapping):
             return owner.get(name, default)
@@ -513,9 +515,14 @@ def get(owner: object, name: str, default: object = None) -> Any:
 
 def _count(value: object) -> int | None:
     """A count, or None where it is not one: booleans, negatives, floats, NaN, text, and what OTLP cannot carry."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if value is None:
         return None
-    number = int(value)
+    if type(value) is int:
+        number = value
+    elif isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    else:
+        number = int(value)
     return number if 0 <= number <= LARGEST else None
 
 

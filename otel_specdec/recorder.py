@@ -19,6 +19,7 @@ from otel_specdec import names, payloads
 from otel_specdec.batches import BatchSummary, Identity, Outcome, identity_of, judge, summarize, take_all
 from otel_specdec.counts import GenerationReport
 from otel_specdec.generations import Finished, Running
+from otel_specdec.recorded import RecordedSums, Told
 from otel_specdec.sums import pool_for
 from otel_specdec.tally import Tally
 
@@ -60,7 +61,7 @@ class SpecDecRecorder:
     ) -> None:
         if remembered < 1:
             raise ValueError(f"remembered must be at least 1, not {remembered}")
-        self._pool = pool_for(meter_provider)
+        self._sums = RecordedSums(pool_for(meter_provider), self)
         self._speculation = speculation
         self._remembered = remembered
         self._lock = threading.Lock()
@@ -79,8 +80,8 @@ class SpecDecRecorder:
         elif not self._is_off([report]):
             tally = Tally()
             with self._lock:
-                self._take_up(identity_of(report), [report], 1, tally)
-                self._pool_up(tally)
+                told = self._take_up(identity_of(report), [report], 1, tally)
+                self._sums.add(tally, [told])
 
     def record_payload(
         self,
@@ -170,20 +171,22 @@ class SpecDecRecorder:
         told = judge(batch, speculation=self._speculation)
         both, counters_only, summary_only = Tally(), Tally(), Tally()
         came_back = 0
+        counted: list[Told] = []
         with self._lock:
             for one in told:
                 if one.outcome is None:
                     self._conflict(one.identity, one.number, both)
                 elif dedupe == "batch" or not self._knows(one.identity):
                     _add(one.outcome, both)
+                    counted.append(Told(one.identity, True, one.outcome.additions))
                     if dedupe == "window":
                         self._remember(one.identity, one.outcome)
                 else:
                     came_back += _is_index(one.identity[1])
                     _add(one.outcome, summary_only)
-                    self._take_up(one.identity, one.reports, one.number, counters_only)
+                    counted.append(self._take_up(one.identity, one.reports, one.number, counters_only))
             counters_only.update(both)
-            self._pool_up(counters_only)
+            self._sums.add(counters_only, counted)
         if 2 * came_back > len(told):
             self._log_once(
                 "indices",
@@ -197,7 +200,7 @@ class SpecDecRecorder:
 
     # Under the lock
 
-    def _take_up(self, identity: Identity, reports: Sequence[GenerationReport], number: int, tally: Tally) -> None:
+    def _take_up(self, identity: Identity, reports: Sequence[GenerationReport], number: int, tally: Tally) -> Told:
         """Add what a generation's reports, in this order, add to what is remembered of it: all of them, or none."""
         finished, running = self._finished.get(identity), self._running.get(identity)
         # A copy, because it is only then known whether one of the reports is in conflict.
@@ -205,9 +208,10 @@ class SpecDecRecorder:
         outcome = take_all(state, reports, speculation=self._speculation)
         if outcome is None:
             self._conflict(identity, number, tally)
-        else:
-            _add(outcome, tally)
-            self._remember(identity, outcome)
+            return Told(identity, False, ())
+        _add(outcome, tally)
+        self._remember(identity, outcome)
+        return Told(identity, finished is None and running is None, outcome.additions)
 
     def _knows(self, identity: Identity) -> bool:
         return identity in self._finished or identity in self._running
@@ -243,11 +247,6 @@ class SpecDecRecorder:
             names.Metric.DROPPED_REPORTS.value,
         )
 
-    def _pool_up(self, tally: Tally) -> None:
-        sums = list(tally.sums(self._pool.recorder_process))
-        if sums:
-            self._pool.add(sums)
-
     # Anywhere
 
     def _is_off(self, reports: Sequence[GenerationReport]) -> bool:
@@ -275,7 +274,7 @@ class SpecDecRecorder:
         if self._speculation is not False:  # where nothing speculates there is not one point, this one included
             tally = Tally()
             tally.dropped[names.INVALID] += number
-            self._pool_up(tally)
+            self._sums.add(tally)
 
     def _log_once(self, what: str, message: str, *args: object) -> None:
         if what not in self._logged:
@@ -300,6 +299,7 @@ _recorders: weakref.WeakSet[SpecDecRecorder] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     for recorder in list(_recorders):
         recorder._lock = threading.Lock()  # another thread of the parent may have held it
+        recorder._sums.after_fork_in_child()
 
 
 if hasattr(os, "register_at_fork"):

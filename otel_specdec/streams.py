@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from otel_specdec.payloads import at, get, parsed
 
+_IDENTITY: Final = ("id", "request_id", "model")
 # vLLM has usage and metrics in one last chunk, llama.cpp its timings in the last one or in every one (cumulative).
-_KEPT: Final = ("id", "request_id", "model", "usage", "metrics", "timings", "meta_info")
+_COUNTERS: Final = ("usage", "metrics", "timings", "meta_info")
 
 
 class StreamedResponse:
@@ -30,7 +31,11 @@ class StreamedResponse:
         Never raises for what a chunk says. Lines without data, and `[DONE]`, say nothing.
         """
         message = parsed(_data(chunk))
-        for name in _KEPT:
+        for name in _IDENTITY:
+            # The first: SGLang gives the chunks of each choice an id of their own.
+            if (value := get(message, name)) is not None:
+                self._kept.setdefault(name, value)
+        for name in _COUNTERS:
             if (value := get(message, name)) is not None:
                 self._kept[name] = value
         # SGLang sends token ids under the same name, in a chunk of their own.

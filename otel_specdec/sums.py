@@ -86,6 +86,7 @@ class Pool:
         self._sources: list[Source] = []
         self._suffix = "" if _instance_id(provider) else f"-{_random_suffix()}"
         self.recorder_process = f"recorder-{_random_suffix()}"
+        self._process = self.recorder_process  # until an engine says otherwise: for our own errors
         self._logged: set[str] = set()
         self._last_ms = 0
         self._muted = False
@@ -97,7 +98,8 @@ class Pool:
         Processes of one pod share the `service.instance.id` that Kubernetes gives them, so the role keeps their series
         apart; where the resource has no instance id, a random suffix follows.
         """
-        return role + self._suffix
+        self._process = role + self._suffix
+        return self._process
 
     def birth(self, all_series: Iterable[Series]) -> None:
         """Begin these series at 0 now. Never call it inside a collection.
@@ -109,12 +111,14 @@ class Pool:
             admitted = self._admit(series)
             self._emit(admitted, 0)
 
+    def begin(self, all_series: Iterable[Series]) -> None:
+        """`birth` for those of these series that are not there yet."""
+        self.birth(series for series in all_series if self._admit(series) not in self._born[series.metric])
+
     def add(self, increments: Iterable[tuple[Series, int]]) -> None:
         """Add to the pending sums, all of `increments` before the next drain. Values are ≥ 0; 0 begins a series."""
         increments = [(self._admit(series), value) for series, value in increments]
-        unborn = [series for series, _ in increments if series not in self._born[series.metric]]
-        if unborn:
-            self.birth(unborn)
+        self.begin(series for series, _ in increments)
         with self._lock:
             for series, value in increments:
                 self._pending[series] = self._pending.get(series, 0) + value
@@ -128,7 +132,8 @@ class Pool:
         """Count a failure of ours under `names.Metric.ERRORS` and log its kind once. Never raises."""
         try:
             kind = type(error).__qualname__
-            series = Series.of(names.Metric.ERRORS, {names.ERROR_TYPE: kind, names.SOURCE: source})
+            attributes = {names.ERROR_TYPE: kind, names.SOURCE: source, names.PROCESS: self._process}
+            series = Series.of(names.Metric.ERRORS, attributes)
             with self._lock:
                 series = self._admit(series)
                 self._pending[series] = self._pending.get(series, 0) + 1
@@ -208,7 +213,7 @@ class Pool:
         self._pending = {}
         self._sources = []
         self._born = {metric: set() for metric in names.Metric}
-        self.recorder_process = f"recorder-{_random_suffix()}"
+        self.recorder_process = self._process = f"recorder-{_random_suffix()}"
         if self._suffix:
             self._suffix = f"-{_random_suffix()}"
         self._muted = not all(map(_forget_streams, self._counters.values()))

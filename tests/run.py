@@ -1,6 +1,6 @@
 """Runs suites of tests, each part in a pytest process of its own, to the end, and sums up on the last line.
 
-    python tests/run.py unit pythons vllm
+    python tests/run.py unit pythons vllm collector
 
 `make` calls it, with the Python that it makes environments with. A test module with a real engine gets a process of
 its own because the engine stays in it (or in a server that it starts), as do the metrics' global providers.
@@ -72,6 +72,10 @@ def collector() -> Iterator[Part]:
         yield part._replace(venv=VENVS / "vllm") if "vllm" in part.target.stem else part
 
 
+def sglang() -> Iterator[Part]:
+    return modules(Path("tests/sglang"), VENVS / "sglang")
+
+
 def modules(folder: Path, venv: Path) -> Iterator[Part]:
     # Of an empty folder the folder itself, so that its pytest fails for want of tests.
     for module in sorted(folder.glob("test_*.py")) or [folder]:
@@ -82,6 +86,7 @@ SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "unit": unit,
     "pythons": pythons,
     "vllm": vllm,
+    "sglang": sglang,
     "collector": collector,
 }
 

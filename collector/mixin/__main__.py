@@ -25,6 +25,7 @@ def files() -> dict[Path, str]:
 
 
 def main() -> int:
+    """Write what differs, or with `--check` only say so."""
     stale = [(path, text) for path, text in files().items() if not path.exists() or path.read_text() != text]
     for path, text in stale:
         print(path.relative_to(COLLECTOR.parent))

@@ -39,11 +39,13 @@ and {length}:denominator_rate5m > 0.5""",
             "15m",
             "warning",
             f"Speculation of {pool} gains much less than on its last day",
-            """The acceptance length is {{ $value | printf "%.2f" }} above 1, less than 60 % of what this pool had over the
+            """The acceptance length is {{ $value | printf "%.2f" }} above 1, less than 60 % of what this pool had
+            over the
             last day (a quotient of the day's sums). Drafts are refused: look for a new draft model or target version
             (the dashboard's version panel), other traffic, or a changed sampling temperature. Until it is back,
             speculation costs passes of the target model that it does not save.""",
-            why="""Above 1, because 1 is what a model without speculation has. Only with traffic: half a verify step a second.
+            why="""Above 1, because 1 is what a model without speculation has. Only with traffic: half a verify step
+            a second.
             The day ends half an hour ago, or a slow collapse would lower what it is measured against.""",
         ),
         _alert(
@@ -52,7 +54,8 @@ and {length}:denominator_rate5m > 0.5""",
             "30m",
             "warning",
             f"Nearly every draft token of {pool} is accepted",
-            """{{ $value | humanizePercentage }} of the draft tokens were accepted for half an hour. Real traffic does not do
+            """{{ $value | humanizePercentage }} of the draft tokens were accepted for half an hour. Real traffic
+            does not do
             that: look for requests that repeat their prompt (n-gram), a load test, a draft model that is the target
             itself, or a verification that accepts without looking. If it is real, a larger k would pay.""",
         ),
@@ -65,7 +68,8 @@ and on ({", ".join(POOL)}) specdec:generations:rate5m > 0.05""",
             "30m",
             "warning",
             f"The acceptance length of {pool} speaks for fewer generations than before",
-            """Only {{ $value | humanizePercentage }} of the finished generations have a complete pair of emitted tokens and
+            """Only {{ $value | humanizePercentage }} of the finished generations have a complete pair of emitted
+            tokens and
             verify steps. The ratio is still right for those, but no longer for the pool: look for an engine that was
             upgraded, responses without counters, or a decode mode in which the engine does not tell.""",
         ),
@@ -78,10 +82,12 @@ and {_ON_POOL} (specdec:replicas:count < {_ON_POOL} specdec:replicas:count offse
             "10m",
             "info",
             f"Replica {{{{ $labels.instance }}}} of {pool} no longer reports",
-            """It finished generations an hour ago and has exported nothing for ten minutes, and its pool is smaller than it
+            """It finished generations an hour ago and has exported nothing for ten minutes, and its pool is smaller
+            than it
             was: nobody took its place. Expected after scaling down. Else look for its export errors: the pool's ratios
             no longer speak for it.""",
-            why="""A replica that was replaced, as in a rollout, has a successor: the pool's size is what it was. Silence is
+            why="""A replica that was replaced, as in a rollout, has a successor: the pool's size is what it was.
+            Silence is
             told by absence: OTLP is pushed, there is no `up`.""",
         ),
         _alert(
@@ -93,7 +99,8 @@ and on ({", ".join(POOL)}) specdec:replicas:count > 1""",
             "15m",
             "warning",
             f"Replica {{{{ $labels.instance }}}} of {pool} finishes nothing",
-            """It still exports, but for 15 minutes no generation has finished on it, while the replicas of its pool finish
+            """It still exports, but for 15 minutes no generation has finished on it, while the replicas of its pool
+            finish
             theirs. Look for a hung engine, or a balancer that no longer sends it anything.""",
         ),
         _alert(
@@ -102,7 +109,8 @@ and on ({", ".join(POOL)}) specdec:replicas:count > 1""",
             "10m",
             "warning",
             f"A recorder of {{{{ $labels.job }}}} drops reports as {{{{ $labels.{REASON} }}}}",
-            """{{ $value | printf "%.2f" }} a second. conflict: two different generations under one id, so give each session
+            """{{ $value | printf "%.2f" }} a second. conflict: two different generations under one id, so give each
+            session
             its session_id; invalid: something that is no report was recorded. They are not in the sums.""",
             why="Duplicates are not here: a retry that is counted once is what the recorder is for.",
         ),
@@ -112,7 +120,8 @@ and on ({", ".join(POOL)}) specdec:replicas:count > 1""",
             "10m",
             "warning",
             "The instrumentation of {{ $labels.job }} fails inside ({{ $labels.error_type }})",
-            """Serving is not affected, but counts may be missing. The process has logged the first one with its traceback:
+            """Serving is not affected, but counts may be missing. The process has logged the first one with its
+            traceback:
             look for 'otel_specdec failed while'. Usually an engine version that it does not know.""",
         ),
         _alert(
@@ -124,7 +133,8 @@ and specdec:engine_tokens:rate5m > 10""",
             "30m",
             "info",
             f"Our counters and the engine's own differ for {{{{ $labels.{MODEL} }}}}",
-            """{{ $labels.counter }} differ by {{ $value | printf "%.1f" }} tokens a second, more than 2 %, for half an hour.
+            """{{ $labels.counter }} differ by {{ $value | printf "%.1f" }} tokens a second, more than 2 %, for half
+            an hour.
             Some replicas may be scraped and not instrumented, or the other way round. Where both see the same replicas,
             see the reconciliation panel for what is the engine's own way of counting.""",
         ),
@@ -135,7 +145,8 @@ def alert_file() -> str:
     """The whole file."""
     return rule_file(
         """
-        Alerts on the recorded names of specdec.rules.yml or specdec_collector.rules.yml. Thresholds are those of a first
+        Alerts on the recorded names of specdec.rules.yml or specdec_collector.rules.yml. Thresholds are those of a
+        first
         day; every alert says what it costs and where to look first.
         """,
         [Group("specdec_alerts", alerts())],

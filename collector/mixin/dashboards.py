@@ -1,7 +1,8 @@
 """The Grafana dashboard, on recorded names: it works the same on either rule file, and a panel costs next to nothing.
 
 The one raw name is in the target that fetches exemplars: exemplars belong to the series that they came with, and a
-recorded series has none. Grafana asks for the exemplars of every selector in a query, so that query compares with -1 and
+recorded series has none. Grafana asks for the exemplars of every selector in a query, so that query compares with -1
+and
 draws no line of its own.
 """
 
@@ -86,6 +87,11 @@ def pooled(ratio: str) -> str:
     return f"{above} / ({below} > 0)"
 
 
+def engines_of(name: str) -> str:
+    """A recorded sum over all services, of engines only: what the engines' own metrics can be held against."""
+    return f'sum by ({PROVIDER}, {MODEL}) ({name}{{{NO_JOB}, {SOURCE}="{names.ENGINE}"}})'
+
+
 POOL_LEGEND = f"{{{{{MODEL}}}}} {{{{specdec_method}}}} {{{{{SOURCE}}}}} ({{{{job}}}})"
 TOKENS_PER_STEP = "Tokens that a verify step of the target model emits, bonus token included, after trimming."
 
@@ -95,7 +101,8 @@ SECTIONS = [
         [
             Shown(
                 "Acceptance length", TOKENS_PER_STEP + " 1 is what no speculation at all would give.",
-                [Query(pooled(names.ACCEPTANCE_LENGTH), f"{{{{{SOURCE}}}}}")], kind="stat", width=6, height=4, decimals=2,
+                [Query(pooled(names.ACCEPTANCE_LENGTH), f"{{{{{SOURCE}}}}}")],
+                kind="stat", width=6, height=4, decimals=2,
             ),
             Shown(
                 "Accept rate", "Accepted draft tokens of the proposed ones.",
@@ -124,7 +131,8 @@ SECTIONS = [
         [
             Shown(
                 "Acceptance length over time",
-                TOKENS_PER_STEP + """ The one to look at first: it compares across engines. Dots are single generations: their
+                TOKENS_PER_STEP + """ The one to look at first: it compares across engines. Dots are single
+                generations: their
                 id is the response id that the client got, their trace is the request's.""",
                 [
                     Query(of(f"{LENGTH}:ratio_rate5m"), POOL_LEGEND),
@@ -138,13 +146,15 @@ SECTIONS = [
             ),
             Shown(
                 "Tokens per verify step",
-                """Completion tokens of each verify step. Steps without drafts add tokens and no verify step, so with n-gram
+                """Completion tokens of each verify step. Steps without drafts add tokens and no verify step, so with
+                n-gram
                 on vLLM it has no upper bound k + 1: compare it with nothing but itself.""",
                 [Query(of(f"specdec:{names.TOKENS_PER_VERIFY}:ratio_rate5m"), POOL_LEGEND)], low=0, decimals=2,
             ),
             Shown(
                 "Coverage", "The share of finished generations that each ratio speaks for.",
-                [Query(of("specdec:coverage:ratio_rate5m"), f"{{{{ratio}}}}: {POOL_LEGEND}")], "percentunit", low=0, high=1,
+                [Query(of("specdec:coverage:ratio_rate5m"), f"{{{{ratio}}}}: {POOL_LEGEND}")],
+                "percentunit", low=0, high=1,
             ),
             Shown(
                 "Finished generations", "A second, by pool.",
@@ -162,7 +172,8 @@ SECTIONS = [
             ),
             Shown(
                 "Acceptance length for every k",
-                """What num_speculative_tokens = k would have given, from the positions of what was drafted: a k that is no
+                """What num_speculative_tokens = k would have given, from the positions of what was drafted: a k that
+                is no
                 larger than today's. Where it flattens, the rest is waste. Before trimming at a generation's end.""",
                 [Query(of("specdec:best_k_acceptance_length:ratio_rate5m"), f"k = {{{{k}}}}: {POOL_LEGEND}")],
                 kind="bargauge", width=8, low=1, decimals=2,
@@ -192,12 +203,14 @@ SECTIONS = [
                 [Query(of("specdec:replicas:count"), POOL_LEGEND)], low=0, decimals=0,
             ),
             Shown(
-                "Acceptance length by replica", "To find the one that is different. Never average these: they are quotients.",
+                "Acceptance length by replica",
+                "To find the one that is different. Never average these: they are quotients.",
                 [Query(of("specdec:replica_acceptance_length:ratio_rate5m"), "{{instance}} {{specdec_process}}")],
                 low=1, decimals=2,
             ),
             Shown(
-                "Finished generations by replica", "A second. One at 0 among others that are not hangs, or gets no traffic.",
+                "Finished generations by replica",
+                "A second. One at 0 among others that are not hangs, or gets no traffic.",
                 [Query(of("specdec:replica_generations:rate5m"), "{{instance}} {{specdec_process}}")], low=0,
             ),
         ],
@@ -226,13 +239,13 @@ SECTIONS = [
         [
             Shown(
                 "Acceptance length: ours and the engine's own",
-                """vLLM's is 1 + accepted / drafts, before trimming: above ours where generations are short. SGLang's is an
+                """vLLM's is 1 + accepted / drafts, before trimming: above ours where generations are short. SGLang's
+                is an
                 average of gauges.""",
                 [
                     Query(
-                        f"sum by ({PROVIDER}, {MODEL}) ({LENGTH}:numerator_rate5m{{{NO_JOB}, {SOURCE}=\"{names.ENGINE}\"}})"
-                        f" / (sum by ({PROVIDER}, {MODEL})"
-                        f" ({LENGTH}:denominator_rate5m{{{NO_JOB}, {SOURCE}=\"{names.ENGINE}\"}}) > 0)",
+                        f"{engines_of(f'{LENGTH}:numerator_rate5m')}"
+                        f" / ({engines_of(f'{LENGTH}:denominator_rate5m')} > 0)",
                         f"ours: {{{{{PROVIDER}}}}} {{{{{MODEL}}}}}",
                     ),
                     Query(

@@ -101,8 +101,10 @@ def ratio_rules() -> list[Rule]:
             f"specdec:{ratio}:ratio_rate5m",
             quotient(f"specdec:{ratio}:numerator_rate5m", f"specdec:{ratio}:denominator_rate5m"),
             why={
-                names.ACCEPTANCE_LENGTH: "Tokens that a verify step emits. The one to look at first: it compares across engines.",
-                names.TOKENS_PER_VERIFY: """Steps without drafts add completion and no verify step, so with n-gram on vLLM this has
+                names.ACCEPTANCE_LENGTH: """Tokens that a verify step emits. The one to look at first: it compares
+                across engines.""",
+                names.TOKENS_PER_VERIFY: """Steps without drafts add completion and no verify step, so with n-gram on
+                vLLM this has
                 no upper bound k + 1. It compares with nothing but itself.""",
             }.get(ratio, ""),
         )
@@ -136,9 +138,7 @@ def ratio_rules() -> list[Rule]:
 def position_rules() -> list[Rule]:
     """Accept rate by draft position, and the acceptance length that every smaller k would have given."""
     by = (*POOL, POSITION)
-    accepted, proposed = (
-        f"specdec:position_accept_rate:{half}_rate5m" for half in ("numerator", "denominator")
-    )
+    accepted, proposed = (f"specdec:position_accept_rate:{half}_rate5m" for half in ("numerator", "denominator"))
     rules = [
         Rule(accepted, summed(by, _rate(counter(Metric.POSITION_ACCEPTED)))),
         Rule(proposed, summed(by, _rate(counter(Metric.POSITION_PROPOSED)))),
@@ -149,11 +149,12 @@ def position_rules() -> list[Rule]:
         rules.append(
             Rule(
                 "specdec:best_k_acceptance_length:ratio_rate5m",
-                f"1 + sum without ({POSITION}) ({accepted}{{{POSITION}=~\"{below}\"}})\n"
-                f"  / (sum without ({POSITION}) ({proposed}{{{POSITION}=\"0\"}}) > 0)\n"
-                f"and sum without ({POSITION}) ({proposed}{{{POSITION}=\"{k - 1}\"}}) > 0",
+                f'1 + sum without ({POSITION}) ({accepted}{{{POSITION}=~"{below}"}})\n'
+                f'  / (sum without ({POSITION}) ({proposed}{{{POSITION}="0"}}) > 0)\n'
+                f'and sum without ({POSITION}) ({proposed}{{{POSITION}="{k - 1}"}}) > 0',
                 labels={"k": str(k)},
-                why="""What num_speculative_tokens = k would have given, before trimming at the end of a generation: 1 + the
+                why="""What num_speculative_tokens = k would have given, before trimming at the end of a generation:
+                1 + the
                 accepted tokens of positions below k, for each verify step (a verify step is what proposes position 0).
                 Only for a k that was really proposed. Where the line flattens, drafting further is waste."""
                 if k == 1
@@ -253,7 +254,8 @@ def reconciliation_rules() -> list[Rule]:
         Rule(
             "specdec:reconciliation:difference_rate5m",
             "specdec:own_tokens:rate5m - specdec:engine_tokens:rate5m",
-            why="""vLLM counts padded drafts as proposed (after a prefix-cache hit that leaves one token) and looks at drafts
+            why="""vLLM counts padded drafts as proposed (after a prefix-cache hit that leaves one token) and looks
+            at drafts
             only: a small difference is right, and it is theirs.""",
         ),
         Rule(
@@ -266,7 +268,8 @@ def reconciliation_rules() -> list[Rule]:
             + f"\n)\nor avg by ({', '.join(RECONCILED)}) (\n  "
             + _as_ours(f"avg_over_time(sglang:spec_accept_length[{WINDOW}])", "sglang")
             + "\n)",
-            why="""vLLM: what it logs as mean acceptance length, before trimming, so above ours where generations are short.
+            why="""vLLM: what it logs as mean acceptance length, before trimming, so above ours where generations are
+            short.
             SGLang: a gauge of its last log interval, which can only be averaged; an indication, no more.""",
         ),
     ]
@@ -288,9 +291,7 @@ def exact_rules(window: str = EXACT_WINDOW) -> list[Rule]:
     rules.append(Rule("specdec:generations:increase1m", summed(POOL, increase(counter(Metric.GENERATIONS)))))
     for ratio in RATIOS:
         covered = summed(POOL, increase(entering(Metric.GENERATIONS, ratio)))
-        rules.append(
-            Rule(f"specdec:{ratio}:covered_increase1m", f"{covered}\nor 0 * specdec:generations:increase1m")
-        )
+        rules.append(Rule(f"specdec:{ratio}:covered_increase1m", f"{covered}\nor 0 * specdec:generations:increase1m"))
     for half, metric in (("numerator", Metric.POSITION_ACCEPTED), ("denominator", Metric.POSITION_PROPOSED)):
         rules.append(
             Rule(

@@ -36,7 +36,13 @@ class Group:
 
 def rule_file(head: str, groups: Iterable[Group]) -> str:
     """The whole file."""
-    lines = [*_comment(head, ""), "#", "# Written by `make mixin`: change collector/mixin, not this file.", "", "groups:"]
+    lines = [
+        *_comment(head, ""),
+        "#",
+        "# Written by `make mixin`: change collector/mixin, not this file.",
+        "",
+        "groups:",
+    ]
     for group in groups:
         lines += _comment(group.why, "  ")
         lines.append(f"  - name: {group.name}")

@@ -51,6 +51,8 @@ logger = logging.getLogger("sglang.otel_specdec")
 # Columns, newest name first. Accepted draft tokens: 0.5.12 on, 0.5.11, 0.5.4 to 0.5.10; before that there is none.
 _ACCEPTED: Final = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accepted_tokens")
 _HISTOGRAM: Final = ("spec_correct_drafts_histogram", "spec_acceptance_histogram")  # 0.5.12 on; 0.5.9 to 0.5.11
+_VERIFY: Final = "spec_verify_ct"
+_COMPLETION: Final = "completion_tokens"
 _RETRACTIONS: Final = "retraction_counts"  # 0.5.5 on
 _RANKS: Final = "dp_ranks"  # 0.5.10 on
 
@@ -66,27 +68,22 @@ _HEALTH_CHECK: Final = "HEALTH_CHECK"
 _finished = attrgetter("finished")
 _trace = attrgetter("trace")
 _sampling_params = attrgetter("obj.sampling_params")
+_input_embeds = attrgetter("obj.input_embeds")
 _none: Final = repeat(None)
 _one: Final = repeat(1)
 
-Columns = tuple[
-    Sequence[int] | None,
-    Sequence[int] | None,
-    Sequence[int] | None,
-    Sequence[int] | None,
-    Sequence[Sequence[int]] | None,
-]
-"""The columns of a message, in the order of `Row`; None for one that it has not, or that says nothing here."""
+Columns = Sequence[Sequence[Any]]
+"""The columns of a message that tell something here, all of one length, in the order of `Knowledge.fields`."""
 
 
 class Row(NamedTuple):
     """What the newest message said about one generation: cumulative over its life; None where it does not say."""
 
-    verify: int | None
-    accepted: int | None
-    completion: int | None
-    retractions: int | None
-    histogram: Sequence[int] | None
+    verify: int | None = None
+    accepted: int | None = None
+    completion: int | None = None
+    retractions: int | None = None
+    histogram: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +110,18 @@ class Knowledge:
     def emitted(self) -> bool:
         """Whether emitted tokens can be known at all."""
         return self.retractions and self.emits_always
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The columns that are read, by field of `Row`; the others stay None."""
+        columns = {
+            "verify": _VERIFY,
+            "accepted": self.accepted,
+            "completion": _COMPLETION,
+            "retractions": _RETRACTIONS if self.emitted else None,
+            "histogram": self.histogram,
+        }
+        return {field: column for field, column in columns.items() if column is not None}
 
     @property
     def unknown(self) -> frozenset[str]:
@@ -269,10 +278,13 @@ class RankTally:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._knowledge = watch.knowledge
+        self._fields = tuple(watch.knowledge.fields)
+        self._gaps = False
+        """Whether a message had gaps (None) where a column should be: from then on each generation is looked at."""
         self._reading = threading.Lock()
         self._aside: deque[Callable[[], None]] = deque()
         self._live: dict[str, tuple[Any, ...]] = {}
-        """The newest `Row`, as a plain tuple, of every generation that has begun and not finished."""
+        """The newest row of every generation that has begun and not finished, in the order of `_fields`."""
         self._lives: dict[str, _Life] = {}
         """Of those, the ones of which something was added already, and those that need a look of their own."""
         self._sums: dict[frozenset[str], _Sums] = {}
@@ -282,81 +294,94 @@ class RankTally:
     def ended(self) -> bool:
         return self._watch.ended
 
-    def message(self, rids: Sequence[str], columns: Columns, reasons: Sequence[Any]) -> None:
-        """Count one message; `reasons` are those of the rows that finished, else None."""
+    def gaps(self) -> None:
+        """Messages begin to have gaps."""
+        self._gaps = True
+
+    def message(self, rids: Sequence[str], columns: Columns, reasons: Sequence[Any], ending: int) -> None:
+        """Count one message; `reasons` are those of the rows that finish (`ending` of them), else None."""
         if self._reading.acquire(blocking=False):
             try:
                 if self._aside:
                     self._catch_up()
-                self._message(rids, columns, reasons, self._watch.states.get, _trace_of)
+                self._message(rids, columns, reasons, ending, self._watch.states.get, _trace_of)
             finally:
                 self._reading.release()
         else:
             # SGLang goes on, finishes states, deletes them and ends their spans: what is wanted of them is read now.
             found = map(self._watch.states.get, rids)
             seen = {rid: _Seen(state) for rid, state in zip(rids, found, strict=True) if state is not None}
-            self._aside.append(partial(self._message, rids, columns, reasons, seen.get, _trace))
+            self._aside.append(partial(self._message, rids, columns, reasons, ending, seen.get, _trace))
 
     def _message(
         self,
         rids: Sequence[str],
         columns: Columns,
         reasons: Sequence[Any],
+        ending: int,
         state_of: Callable[[str], Any],
         trace_of: Callable[[Any], TraceIds | None],
     ) -> None:
         live = self._live
-        finishing = len(reasons) - reasons.count(None)
-        orders: Sequence[float] | None = None
-        if finishing == len(rids) and live.keys().isdisjoint(rids):
-            orders = self._whole_lives(columns, list(map(state_of, rids)))
-            if not orders:
-                return
-        before = len(live)
-        live.update(zip(rids, zip(*[_none if column is None else column for column in columns])))
-        if len(live) != before:
-            born = list(islice(reversed(live), len(live) - before))
-            born.reverse()
-            self._births(born, list(map(state_of, born)), trace_of, orders)
-        if finishing:
-            for rid, reason in zip(rids, reasons, strict=True):
-                if reason is not None:
-                    row = live.pop(rid, None)
-                    if row is not None:
-                        self._finish(rid, Row._make(row), reason)
+        if ending == len(rids) and live.keys().isdisjoint(rids):
+            # Each generation begins and ends with this message: what is not streamed, and short.
+            states = list(map(state_of, rids))
+            orders = [random.random() for _ in rids]
+            entering = self._candidates.entering(orders)
+            if not self._gaps and len(entering) < len(rids) and self._ordinary(rids, states):
+                others = columns
+                if entering:
+                    staying = sorted(set(range(len(rids))).difference(entering))
+                    others = [[column[row] for row in staying] for column in columns]
+                if self._add_together(others):
+                    if not entering:
+                        return
+                    rids, reasons, states, orders, *columns = (
+                        [column[row] for row in entering] for column in (rids, reasons, states, orders, *columns)
+                    )
+                    ending = len(rids)
+            live.update(zip(rids, zip(*columns)))
+            self._begin(rids, states, orders, trace_of)
+        else:
+            before = len(live)
+            live.update(zip(rids, zip(*columns)))
+            if len(live) != before:
+                born = list(islice(reversed(live), len(live) - before))
+                states = list(map(state_of, born))
+                orders = [random.random() for _ in born]
+                if self._candidates.entering(orders) or not self._ordinary(born, states):
+                    self._begin(born, states, orders, trace_of)
+        if ending == len(rids):
+            self._end(rids, reasons)
+        elif ending:
+            last = [row for row, reason in enumerate(reasons) if reason is not None]
+            self._end([rids[row] for row in last], [reasons[row] for row in last])
 
-    def _whole_lives(self, columns: Columns, states: list[Any]) -> Sequence[float] | None:
-        """Count generations that this one message tells all of, at once.
+    def _ordinary(self, rids: Sequence[str], states: Sequence[Any]) -> bool:
+        """Whether there is nothing to look at in any of these requests, which have just begun."""
+        return (
+            all(states)
+            and not any(map(_finished, states))
+            and not any(map(str.startswith, rids, repeat(_HEALTH_CHECK)))
+            and not any(map(_input_embeds, states))
+            and not (self._knowledge.chain and _any_grammar(states))
+        )
 
-        Returns:
-            Nothing where that was done; else the random numbers that were drawn for the generations, all the same drawn.
-        """
-        number = len(states)
-        orders = [random.random() for _ in states]
+    def _add_together(self, columns: Columns) -> bool:
+        """Add whole generations at once; False, and nothing done, where one of them is not like the others."""
         knowledge = self._knowledge
-        verify, accepted, completion, retractions, histogram = columns
-        if (
-            verify is None
-            or completion is None
-            or (accepted is None) is not (knowledge.accepted is None)
-            or (retractions is None) is knowledge.emitted
-            or (retractions is not None and any(retractions))
-            or min(completion) < 2  # a health check, a hidden warm-up, nothing at all: told apart one by one
-            or not all(states)
-            or any(map(_finished, states))
-            or not self._candidates.misses(orders)
-        ):
-            return orders
+        of = dict(zip(self._fields, columns, strict=True))
+        verify, completion, accepted = of["verify"], of["completion"], of.get("accepted")
+        if min(completion) < 2 or any(of.get("retractions", ())):
+            return False  # no token, a hidden warm-up, the prefill's token alone; a token of another prefill
         if accepted is not None:
             if knowledge.emitted and not all(map(le, completion, map(add, map(add, accepted, verify), _one))):
-                return orders
+                return False
             if knowledge.chain and not all(map(le, accepted, map(mul, verify, repeat(knowledge.chain)))):
-                return orders
-        if knowledge.chain and _any_grammar(states):
-            return orders
-        sums = self._sums_of(knowledge.ratios)
+                return False
         steps, tokens = sum(verify), sum(completion)
-        sums.generations += number
+        sums = self._sums_of(knowledge.ratios)
+        sums.generations += len(completion)
         sums.add("verify", steps)
         sums.add("completion", tokens)
         if accepted is not None:
@@ -364,46 +389,62 @@ class RankTally:
         if knowledge.chain:
             sums.add("proposed", steps * knowledge.chain)
         if knowledge.emitted:
-            sums.add("emitted", tokens - number)  # each but the token of the prefill
-        if histogram is not None:
-            together = list(map(sum, zip_longest(*histogram, fillvalue=0)))
-            sums.add_positions(together, steps, sum(accepted) if accepted is not None else None, knowledge.chain)
-        return None
+            sums.add("emitted", tokens - len(completion))  # each but the token of the prefill
+        if "histogram" in of and accepted is not None:
+            together = list(map(sum, zip_longest(*of["histogram"], fillvalue=0)))
+            sums.add_positions(together, steps, sum(accepted), knowledge.chain)
+        return True
 
-    def _births(
+    def _begin(
         self,
         rids: Sequence[str],
         states: Sequence[Any],
+        orders: Sequence[float],
         trace_of: Callable[[Any], TraceIds | None],
-        orders: Sequence[float] | None,
     ) -> None:
+        """Look at each of the requests that have just begun."""
         knowledge = self._knowledge
-        for place, (rid, state) in enumerate(zip(rids, states, strict=True)):
-            # SGLang passes over a row without a state. A finished one that is still there (to 0.4.8) was counted.
+        for rid, state, order in zip(rids, states, orders, strict=True):
+            # SGLang passes over a row without a state. A finished one that is still there was counted: to 0.4.8 after the
+            # last message, to 0.5.9 after an abort in the queue, until whoever waits for it deletes it.
             if state is None or state.finished or rid.startswith(_HEALTH_CHECK):
-                del self._live[rid]
+                self._live.pop(rid, None)
                 continue
-            make = partial(_Followed, rid, state, trace_of)
-            followed = self._candidates.born(make, orders[place] if orders else None)
+            followed = self._candidates.born(partial(_Followed, rid, state, trace_of), order)
             grammar = bool(knowledge.chain) and _any_grammar((state,))
-            embeds = getattr(state.obj, "input_embeds", None) is not None
+            embeds = _input_embeds(state) is not None
             if followed is not None or grammar or embeds:
                 self._lives[rid] = _Life(knowledge, followed, grammar=grammar, embeds=embeds)
 
-    def _finish(self, rid: str, row: Row, reason: Any) -> None:
-        life = self._lives.pop(rid, None)
-        # A sequence that was asked for no token is the warm-up of n > 1 sequences, which fills the prefix cache. To
-        # 0.5.18 it says that it has a token all the same.
+    def _end(self, rids: Sequence[str], reasons: Sequence[Any]) -> None:
+        """These generations end with the rows that were just noted."""
+        rows: list[Any] = list(map(self._live.pop, rids, _none))
+        together: Sequence[tuple[Any, Any]] = list(zip(rows, reasons, strict=True))
+        lives: Sequence[Any] = list(map(self._lives.pop, rids, _none)) if self._lives else ()  # type: ignore[arg-type]  # a default of another type is one
+        if any(lives) or not all(rows):
+            for life, (row, reason) in zip(lives or _none, together):
+                if life is not None:
+                    self._finish(life, self._row(row), reason)
+            together = [each for life, each in zip(lives or _none, together) if life is None and each[0] is not None]
+            rows = [row for row, _ in together]
+        if rows and (self._gaps or not self._add_together(list(zip(*rows, strict=True)))):
+            for row, reason in together:
+                self._finish(_Life(self._knowledge), self._row(row), reason)
+
+    def _row(self, row: Sequence[Any]) -> Row:
+        return Row(**dict(zip(self._fields, row, strict=True)))
+
+    def _finish(self, life: _Life, row: Row, reason: Any) -> None:
+        # A sequence that was asked for no token is the warm-up of n > 1 sequences, which fills the prefix cache. In 0.5.23
+        # it has no token, in older versions one.
         no_output = isinstance(reason, Mapping) and reason.get("type") == "length" and reason.get("length") == 0
+        followed = life.followed
         if row.completion == 0 or no_output:
-            if life is not None and life.followed is not None and not life.followed.evicted:
-                self._candidates.gone(life.followed)
+            if followed is not None and not followed.evicted:
+                self._candidates.gone(followed)
             return
-        if life is None:
-            life = _Life(self._knowledge)
         self._add(life, row, final=True)
         self._sums_of(life.ratios).generations += 1
-        followed = life.followed
         if followed is not None and not followed.evicted:
             followed.increments.append(Increment(SpecCounts(), 1, life.ratios))
             self._candidates.finish(followed, time.time_ns())
@@ -442,7 +483,7 @@ class RankTally:
     def _ended_unseen(self, rid: str) -> None:
         row = self._live.pop(rid, None)
         if row is not None:
-            self._finish(rid, Row._make(row), None)
+            self._finish(self._lives.pop(rid, None) or _Life(self._knowledge), self._row(row), None)
 
     def _catch_up(self) -> None:
         while self._aside:
@@ -475,7 +516,7 @@ class RankTally:
             life = self._lives.get(rid)
             if life is None:
                 life = self._lives[rid] = _Life(self._knowledge)
-            self._add(life, Row._make(row), final=False)
+            self._add(life, self._row(row), final=False)
 
     def hand_over(self, to: RankTally) -> None:
         """Let `to` go on with the running generations. What they did until here stays, to be taken from this one."""
@@ -527,6 +568,7 @@ class Watch:
         self.states: Mapping[str, Any] = manager.rid_to_state
         self._manager = weakref.ref(manager)
         self._engine = engine
+        self._columns: Callable[[Any], Columns] = attrgetter(*knowledge.fields.values())
         self._tallies: dict[int, RankTally] = {}
 
     @property
@@ -552,37 +594,36 @@ class Watch:
 
     def message(self, message: Any) -> None:
         """Read a message's columns; on the event loop's thread, before SGLang itself reads them."""
-        completion = getattr(message, "completion_tokens", None)
         rids = message.rids
         number = len(rids)
-        if not completion or len(completion) != number:
-            return  # embeddings, or nothing
-        knowledge = self.knowledge
-        columns = (
-            _column(message, "spec_verify_ct", number),
-            _column(message, knowledge.accepted, number),
-            completion,
-            _column(message, _RETRACTIONS, number) if knowledge.emitted else None,
-            _column(message, knowledge.histogram, number),
-        )
+        columns: Columns
+        try:
+            columns = self._columns(message)
+            whole = {*map(len, columns)} == {number}
+        except (AttributeError, TypeError):  # embeddings; without speculation a column is None
+            whole = False
+        if not whole:
+            if not getattr(message, _COMPLETION, None):
+                return
+            columns = [_column(message, name, number) for name in self.knowledge.fields.values()]
+            for tally in self._tallies.values():
+                tally.gaps()
         reasons = message.finished_reasons
+        ending = number - reasons.count(None)
         ranks = getattr(message, _RANKS, None)
         if not ranks:
-            self.tally(0).message(rids, columns, reasons)
+            self.tally(0).message(rids, columns, reasons, ending)
         elif ranks.count(ranks[0]) == number:
-            self.tally(ranks[0] or 0).message(rids, columns, reasons)
+            self.tally(ranks[0] or 0).message(rids, columns, reasons, ending)
         else:
             for rank in dict.fromkeys(ranks):
                 rows = [row for row, each in enumerate(ranks) if each == rank]
-                part = tuple(column and [column[row] for row in rows] for column in columns)
-                self.tally(rank or 0).message([rids[row] for row in rows], part, [reasons[row] for row in rows])  # type: ignore[arg-type]  # five columns stay five
-        if len(self.states) <= number and reasons.count(None) != number and self._all_finish(rids, reasons):
-            self.owner.listener.engine_idle()
-
-    def _all_finish(self, rids: Sequence[str], reasons: Sequence[Any]) -> bool:
-        """Whether this message finishes all requests that there are."""
-        finishing = {rid for rid, reason in zip(rids, reasons, strict=True) if reason is not None}
-        return finishing.issuperset(self.states)
+                ids, why, *part = ([column[row] for row in rows] for column in (rids, reasons, *columns))
+                self.tally(rank or 0).message(ids, part, why, len(why) - why.count(None))
+        if ending and len(self.states) <= number:
+            finishing = {rid for rid, reason in zip(rids, reasons, strict=True) if reason is not None}
+            if finishing.issuperset(self.states):
+                self.owner.listener.engine_idle()
 
     def ended_unseen(self, rid: str) -> None:
         """A request was aborted in the queue, or its state taken away: no message will tell of it again."""
@@ -595,10 +636,10 @@ class Watch:
             tally.hand_over(self.tally(rank))
 
 
-def _column(message: Any, name: str | None, number: int) -> Sequence[Any] | None:
-    """A column of a message, or None where it is absent or empty (without speculation it is `[]` or None)."""
-    column = getattr(message, name, None) if name is not None else None
-    return column if column is not None and len(column) == number else None
+def _column(message: Any, name: str, number: int) -> Sequence[Any]:
+    """A column of a message; of nothing but None where it is absent or empty (without speculation it is `[]` or None)."""
+    column = getattr(message, name, None)
+    return column if column is not None and len(column) == number else [None] * number
 
 
 def describe(manager: Any) -> tuple[EngineDescription | None, Knowledge]:
@@ -845,17 +886,25 @@ def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around_abort(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `_handle_abort_req(recv_obj)` and the older `abort_request(rid)`: a state may go without a message."""
+    """Around `_handle_abort_req(recv_obj)` and the older `abort_request(rid)`: a request may end without a message.
+
+    Its state is deleted at once before 0.4.9 and in newer versions; in those between it is finished, and deleted by whoever
+    waits for it.
+    """
 
     def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
         hooks = Hooks._installed
+        state = rid = None
         if hooks is not None:
+            about = args[0] if args else next(iter(kwargs.values()), None)
+            rid = getattr(about, "rid", about)
+            state = self.rid_to_state.get(rid) if isinstance(rid, str) else None
+        result = original(self, *args, **kwargs)
+        if hooks is not None and state is not None:
             try:
-                about = args[0] if args else next(iter(kwargs.values()), None)
-                rid = getattr(about, "rid", about)
                 watch = self.__dict__.get(_WATCH)
-                if isinstance(rid, str) and watch is not None and watch.counts and rid not in self.rid_to_state:
+                gone = self.rid_to_state.get(rid) is not state
+                if watch is not None and watch.counts and (gone or state.finished):
                     watch.ended_unseen(rid)
                     if not self.rid_to_state:
                         hooks.listener.engine_idle()

@@ -2,8 +2,10 @@
 
     build/venvs/downstream/bin/python -m tests.benchmarks.downstream_cost [REPLICAS ...]
 
-Each replica exports what an engine at k = 5 exports: the bytes are those of the real SDK, with identity, times and values
-replaced. Exports come every 5 s instead of every 60 s, and so do windows, so that minutes tell of an hour: costs are per
+Each replica exports what an engine at k = 5 exports: the bytes are those of the real SDK, with identity, times and
+values
+replaced. Exports come every 5 s instead of every 60 s, and so do windows, so that minutes tell of an hour: costs are
+per
 export and per window, memory is what is there after all exports. Then every replica restarts once, for the growth.
 """
 

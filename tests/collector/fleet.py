@@ -108,11 +108,9 @@ class Replica:
                 self._unsent[self.model, self.source, "generations"] += value
             for ratio in () if ratio_set == names.NONE else ratio_set.split(","):
                 above, _ = names.RATIOS[ratio]
-                if metric is Metric.GENERATIONS:
-                    half = "covered"
-                else:
-                    half = "numerator" if metric is above else "denominator"
-                self._unsent[self.model, self.source, f"{half}.{ratio}"] += value
+                half = "numerator" if metric is above else "denominator"
+                name = f"{'covered' if metric is Metric.GENERATIONS else half}.{ratio}"
+                self._unsent[self.model, self.source, name] += value
 
     def add_position(self, position: int, accepted: int, proposed: int) -> None:
         for metric, value in ((Metric.POSITION_ACCEPTED, accepted), (Metric.POSITION_PROPOSED, proposed)):

@@ -278,7 +278,9 @@ class Prometheus:
 
 def post(url: str, body: bytes, headers: Mapping[str, str] | None = None, timeout: float = 10) -> int:
     """POST protobuf; the status, 0 where the connection failed."""
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/x-protobuf", **(headers or {})})
+    request = urllib.request.Request(
+        url, data=body, headers={"Content-Type": "application/x-protobuf", **(headers or {})}
+    )
     try:
         with _DIRECT.open(request, timeout=timeout) as answer:
             return int(answer.status)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from typing import cast
 
 from collector.mixin.prometheus_names import MODEL, RATIOS, SOURCE
-from tests.collector.fleet import Key, Truth
+from tests.collector.fleet import Truth
 from tests.collector.processes import Prometheus, eventually
 
 NAMES = {
@@ -40,12 +39,12 @@ def totals(prometheus: Prometheus, seconds: int = 3600) -> Truth:
             for _, value in samples:
                 assert value == int(value), (series, labels, value)
                 assert value >= 0, (series, labels, value)
-                total[cast(Key, (labels[MODEL], labels[SOURCE], name))] += int(value)
+                total[labels[MODEL], labels[SOURCE], name] += int(value)
     return total
 
 
 def check_quotients(prometheus: Prometheus, seconds: int = 3600) -> int:
-    """Each ratio is the quotient of the sums of its window, and is where its denominator is not 0; how many there are."""
+    """Each ratio is the quotient of its window's sums, and is where its denominator is not 0; how many there are."""
     checked = 0
     halves = {
         name: {

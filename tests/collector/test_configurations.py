@@ -46,7 +46,9 @@ def test_the_builder_and_what_it_builds_are_of_one_release() -> None:
     manifest = yaml.safe_load(text)
     version = manifest["dist"]["version"]
     modules = [
-        each["gomod"].split()[1] for kind in ("receivers", "processors", "exporters", "extensions") for each in manifest[kind]
+        each["gomod"].split()[1]
+        for kind in ("receivers", "processors", "exporters", "extensions")
+        for each in manifest[kind]
     ]
     assert set(modules) == {f"v{version}"}
     assert f"COLLECTOR_VERSION := {version}" in (ROOT / "Makefile").read_text()
@@ -55,7 +57,9 @@ def test_the_builder_and_what_it_builds_are_of_one_release() -> None:
 def test_the_build_has_only_what_a_configuration_uses() -> None:
     components = yaml.safe_load(run([BUILD / "otelcol-specdec", "components"]).stdout)
     built = {
-        (kind, each["name"]) for kind in ("receivers", "processors", "exporters", "extensions") for each in components[kind]
+        (kind, each["name"])
+        for kind in ("receivers", "processors", "exporters", "extensions")
+        for each in components[kind]
     }
     used = set()
     for path in loaded():

@@ -1,4 +1,4 @@
-"""The dashboard: made from code, on recorded names, and every panel shows something where there is something to show."""
+"""The dashboard: made from code, on recorded names, and every panel shows what there is to show."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def test_every_panel_shows_something(tmp_path: Path, engines: Engines, way: str)
         try:
             endpoint = collector.http if collector else prometheus.otlp
             replicas = [
-                Replica("a", service_version="1", positions=3),
-                Replica("b", service_version="2", positions=3),
+                Replica("a", environment="prod", service_version="1", positions=3),
+                Replica("b", environment="prod", service_version="2", positions=3),
                 Replica("c", model="s", provider="sglang", method="eagle3", positions=3),
                 Replica("d", source="response", positions=3),
             ]
@@ -134,6 +134,10 @@ def test_every_panel_shows_something(tmp_path: Path, engines: Engines, way: str)
             assert eventually(lambda: not empty(), 15, 1), empty()
             rate = prometheus.query('specdec:accept_rate:ratio_rate5m{gen_ai_request_model="m"}')
             assert {round(value.value, 6) for value in rate} == {0.9}
+            # A pool has the same labels on either way.
+            pools = {tuple(sorted(v.labels.items())) for v in prometheus.query("specdec:accept_rate:numerator_rate5m")}
+            assert len(pools) == 3
+            assert sum(("deployment_environment_name", "prod") in labels for labels in pools) == 1
             best = prometheus.query('specdec:best_k_acceptance_length:ratio_rate5m{gen_ai_request_model="s"}')
             assert {value.labels["k"]: round(value.value, 6) for value in best} == {"1": 2.0, "2": 2.666667, "3": 3.0}
             # All alerts are loaded and judged without an error.

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -117,7 +118,9 @@ def test_a_backend_that_was_away_gets_all_it_missed_even_after_a_kill(tmp_path: 
         wanted = non_zero(truth_of(replicas))
         arrived = eventually(lambda: non_zero(gauges.sums(gauges.windows(receiver.points()))) == wanted, 20, 0.5)
         assert arrived, gauges.sums(gauges.windows(receiver.points()))
-        accepted = {str(p.resource_attributes["service.instance.id"]): p.value for p in receiver.streams(Metric.ACCEPTED)}
+        accepted = {
+            str(p.resource_attributes["service.instance.id"]): p.value for p in receiver.streams(Metric.ACCEPTED)
+        }
         assert accepted == {"a": 12, "b": 12}
     finally:
         collector.stop()
@@ -156,7 +159,9 @@ def bad_inputs(dice: random.Random, good: Callable[[], bytes]) -> bytes:
                             big.value.kvlist_value.values.add().key = "deep"
                 if kind == 7:
                     points = list(metric.sum.data_points)
-                    temporality = dice.choice([0, AGGREGATION_TEMPORALITY_DELTA, AGGREGATION_TEMPORALITY_CUMULATIVE])
+                    temporality: Any = dice.choice(
+                        [0, AGGREGATION_TEMPORALITY_DELTA, AGGREGATION_TEMPORALITY_CUMULATIVE]
+                    )
                     if dice.random() < 0.5:
                         metric.gauge.data_points.extend(points)
                     else:

@@ -6,6 +6,7 @@ import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -77,7 +78,7 @@ def test_grpc_is_no_way_around_it(tmp_path: Path, receiver: OtlpReceiver) -> Non
         body = replica.collect()
         trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
         with grpc.secure_channel(collector.grpc, trusted) as channel:
-            export = channel.unary_unary("/opentelemetry.proto.collector.metrics.v1.MetricsService/Export")
+            export: Any = channel.unary_unary("/opentelemetry.proto.collector.metrics.v1.MetricsService/Export")
             with pytest.raises(grpc.RpcError) as refused:
                 export(body, timeout=10)
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED

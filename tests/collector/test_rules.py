@@ -61,8 +61,8 @@ def test_every_rule_is_in_a_test() -> None:
                 continue  # 32 of one form; those tested are 1, 2, 3, 11 and 32
             assert f'"{value}"' in asked, rule
     asked_of_gauges = (TESTS / "specdec_collector_test.yml").read_text()
-    for rule in recording.pool_rules_from_gauges():
-        assert re.search(rf"expr: .*{rule.record}\b", asked_of_gauges), rule.record
+    for pooled in recording.pool_rules_from_gauges():
+        assert re.search(rf"expr: .*{pooled.record}\b", asked_of_gauges), pooled.record
     asked_of_alerts = (TESTS / "specdec_alerts_test.yml").read_text()
     for alert in alerts.alerts():
         fires = re.search(rf"alertname: {alert.record}\n\s+exp_alerts:\n", asked_of_alerts)
@@ -75,7 +75,7 @@ def test_the_collector_file_records_the_same_names_and_differs_in_the_sums_alone
     assert [(rule["record"], rule.get("labels")) for rule in stock] == [
         (rule["record"], rule.get("labels")) for rule in gauges
     ]
-    differing = {a["record"] for a, b in zip(stock, gauges) if a != b}
+    differing = {a["record"] for a, b in zip(stock, gauges, strict=True) if a != b}
     assert differing == {rule.record for rule in recording.pool_rules()}
 
 
@@ -90,7 +90,8 @@ def test_sums_are_of_rates_and_always_by_source() -> None:
         assert not re.search(r"(rate|increase)\((sum|specdec:)", rule.expr), rule.record
 
     for rule in [
-        *recording.pool_rules(), *recording.pool_rules_from_gauges(), *recording.ratio_rules(), *recording.position_rules(),
+        *recording.pool_rules(), *recording.pool_rules_from_gauges(), *recording.ratio_rules(),
+        *recording.position_rules(),
         *recording.replica_rules(), *recording.version_rules(), *recording.health_rules(),
         *recording.reconciliation_rules(), *recording.exact_rules(),
     ]:  # fmt: skip

@@ -25,7 +25,9 @@ def tiers(folder: Path, backend: str) -> Iterator[tuple[list[Collector], list[Co
     """Two agents and two pool collectors."""
     with ExitStack() as stack:
         pools = [
-            Collector(folder / f"pool-{n}", backend, [COLLECTOR / "scale-out" / "pool.yaml"], "2s", grpc_port=free_port())
+            Collector(
+                folder / f"pool-{n}", backend, [COLLECTOR / "scale-out" / "pool.yaml"], "2s", grpc_port=free_port()
+            )
             for n in range(2)
         ]
         env = {
@@ -33,7 +35,8 @@ def tiers(folder: Path, backend: str) -> Iterator[tuple[list[Collector], list[Co
             "SPECDEC_AGENT_WINDOW": "1s",
         }
         agents = [
-            Collector(folder / f"agent-{n}", backend, [COLLECTOR / "scale-out" / "agent.yaml"], env=env) for n in range(2)
+            Collector(folder / f"agent-{n}", backend, [COLLECTOR / "scale-out" / "agent.yaml"], env=env)
+            for n in range(2)
         ]
         for each in (*pools, *agents):
             stack.callback(each.stop)

@@ -54,7 +54,9 @@ class Served:
 def serving(models: Models, folder: Path, rules: Sequence[Path], *, by_collector: bool) -> Iterator[Served]:
     with ExitStack() as stack:
         traces = stack.enter_context(OtlpReceiver())  # vLLM keeps no trace context of a request without such an address
-        server = VllmServer(models.target, instrument=True, work_dir=folder / "vllm", max_num_seqs=32, start_seconds=400)
+        server = VllmServer(
+            models.target, instrument=True, work_dir=folder / "vllm", max_num_seqs=32, start_seconds=400
+        )
         server.port = free_port()  # known before the start, to be scraped
         scrape = {"engines": f"127.0.0.1:{server.port}"}
         prometheus = stack.enter_context(Prometheus(folder / "prometheus", rules, scrape=scrape))

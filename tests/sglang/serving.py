@@ -80,7 +80,9 @@ class Serving:
             data = answer.read()
         return json.loads(data) if data else None
 
-    def generate(self, prompt: str | list[str], *, headers: Mapping[str, str] | None = None, **request: Any) -> list[Any]:
+    def generate(
+        self, prompt: str | list[str], *, headers: Mapping[str, str] | None = None, **request: Any
+    ) -> list[Any]:
         """The final answers of `/generate`."""
         sampling = {**GREEDY, **request.pop("sampling", {})}
         answers = self.post("/generate", {"text": prompt, "sampling_params": sampling, **request}, headers)

@@ -61,7 +61,9 @@ def load(path: Path, **variables: str) -> tuple[dict[str, Any], Ended]:
         ("vllm", "0.9.0rc1"),
     ],
 )
-def test_every_vllm_is_instrumented_and_one_line_says_what_is_not_there(tmp_path: Path, name: str, version: str) -> None:
+def test_every_vllm_is_instrumented_and_one_line_says_what_is_not_there(
+    tmp_path: Path, name: str, version: str
+) -> None:
     install(tmp_path, name, version)
     vllm_stand_in.write(tmp_path)
     found, ended = load(tmp_path)

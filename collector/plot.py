@@ -1,0 +1,152 @@
+"""A picture of a real vLLM server's speculation, plotted from the data of a real Prometheus: `make images`.
+
+    python -m collector.plot run DIR       a server, a Prometheus with our rules, four kinds of traffic; DIR/data.json
+    python -m collector.plot draw DIR OUT  OUT/acceptance.png from DIR/data.json alone
+
+Two steps, because the first runs where vLLM is installed and the second where matplotlib is. Windows of the exact rules
+are 5 s instead of a minute, so that three minutes show something. Nothing is drawn that Prometheus did not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RATIO = "specdec:acceptance_length:ratio_increase1m"
+POSITIONS = "specdec:position_accept_rate:ratio_increase1m"
+BEST_K = "specdec:best_k_acceptance_length:ratio_rate5m"
+PHASE_S = 25.0
+
+
+def run(folder: Path) -> int:
+    """Serve, ask, and keep what Prometheus says of it."""
+    import random
+
+    from collector.mixin import recording
+    from examples.vllm_demo.server import NGRAM, VllmServer, otlp_environment
+    from examples.vllm_demo.tiny_model import LETTERS, ensure_models
+    from examples.vllm_demo.traffic import Ask, complete, send_now
+    from tests.collector.processes import BUILD, COLLECTOR, Prometheus
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rules = folder / "exact.rules.yml"
+    rules.write_text(recording.exact_file("5s", "8s"))
+    dice = random.Random(1)
+
+    def broken() -> str:
+        """A text in which drafts are right for a few tokens and then not."""
+        parts = [LETTERS[s : s + dice.randint(3, 7)] + dice.choice("0123456789") for s in dice.sample(range(19), 8)]
+        begin = dice.randrange(24)
+        return "".join(parts) + LETTERS[begin : begin + 2]
+
+    misleading = "9".join(LETTERS[:15]) + "9a"
+    phases: dict[str, list[Ask]] = {
+        "drafts right": [complete("right", LETTERS + "ab", 60) for _ in range(6)],
+        "right for a while": [complete("partly", broken(), 24) for _ in range(12)],
+        "half of the requests misled": [
+            *(complete("wrong", misleading, 12) for _ in range(4)),
+            *(complete("right", LETTERS + "ab", 30) for _ in range(4)),
+        ],
+        "short answers": [complete("short", LETTERS + "ab", 3) for _ in range(16)],
+    }
+    started = time.time()
+    with Prometheus(
+        folder / "prometheus", [rules, COLLECTOR / "prometheus" / "rules" / "specdec.rules.yml"]
+    ) as prometheus:
+        server = VllmServer(
+            ensure_models(BUILD / "models").target,
+            speculative={**NGRAM, "num_speculative_tokens": 5},
+            instrument=True,
+            work_dir=folder / "vllm",
+            env=otlp_environment(prometheus.otlp, service="vllm", interval_ms=1000),
+            extra_args=["--disable-uvicorn-access-log"],
+            start_seconds=400,
+        )
+        spans = []
+        with server:
+            time.sleep(12)
+            for name, asks in phases.items():
+                began = time.time()
+                while time.time() < began + PHASE_S:
+                    send_now(server.url, "tiny", asks, at_once=4)
+                    time.sleep(0.5)
+                spans.append((name, began, time.time()))
+            time.sleep(15)
+            seconds = int(time.time() - started)
+            data = {
+                "phases": spans,
+                "acceptance_length": prometheus.samples(RATIO, seconds),
+                "positions": prometheus.samples(POSITIONS, seconds),
+                "best_k": [(value.labels["k"], value.value) for value in prometheus.query(BEST_K)],
+                "emitted": prometheus.value("sum(specdec_emitted_tokens_total)"),
+                "verify": prometheus.value("sum(specdec_verify_steps_total)"),
+                "exemplars": [
+                    {"time": one["timestamp"], "tokens": float(one["value"]), "id": one["labels"]["gen_ai.response.id"]}
+                    for one in prometheus.exemplars("specdec_emitted_tokens_total", seconds)
+                ],
+            }
+    (folder / "data.json").write_text(json.dumps(data, indent=1))
+    return 0
+
+
+def draw(folder: Path, images: Path) -> int:
+    """Plot what `run` kept."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    data: dict[str, Any] = json.loads((folder / "data.json").read_text())
+    began = data["phases"][0][1]
+    figure, (over_time, by_position, by_k) = pyplot.subplots(
+        1, 3, figsize=(13, 4.2), width_ratios=[2.4, 1, 1], constrained_layout=True
+    )
+
+    for number, (name, start, end) in enumerate(data["phases"]):
+        if number % 2 == 0:
+            over_time.axvspan(start - began, end - began, color="0.95")
+        over_time.text((start + end) / 2 - began, 6.55, name, ha="center", va="top", fontsize=8)
+    for _, samples in data["acceptance_length"]:
+        over_time.step([at - began for at, _ in samples], [value for _, value in samples], where="pre", color="C0")
+    over_time.scatter(
+        [one["time"] - began for one in data["exemplars"]], [1.05] * len(data["exemplars"]), s=7, color="C1", marker="D"
+    )
+    over_time.text(0, 1.15, "exemplars: each names a generation", fontsize=8, color="C1")
+    over_time.set(
+        xlim=(-5, data["phases"][-1][2] - began + 5), ylim=(1, 6.7), xlabel="seconds", ylabel="tokens per verify step",
+        title="acceptance length, windows of 5 s (k = 5)",
+    )  # fmt: skip
+
+    sums: dict[int, list[float]] = {}
+    for labels, samples in data["positions"]:
+        sums[int(labels["specdec_position"])] = [value for _, value in samples]
+    positions = sorted(sums)
+    by_position.boxplot([sums[position] for position in positions], tick_labels=[str(each) for each in positions])
+    by_position.set(ylim=(0, 1.05), xlabel="draft position", title="accept rate, one per window")
+
+    best = sorted((int(k), value) for k, value in data["best_k"])
+    bars = by_k.bar([str(k) for k, _ in best], [value for _, value in best], color="C2")
+    by_k.bar_label(bars, fmt="%.2f", fontsize=8)
+    now = data["emitted"] / data["verify"]
+    by_k.axhline(now, color="0.4", lw=1, ls="--")
+    by_k.text(-0.4, now, f"measured: {now:.2f}", fontsize=8, va="bottom")
+    by_k.set(ylim=(1, None), xlabel="k", title="acceptance length for every k")
+
+    figure.text(
+        0.995, 0.005, "vLLM on a CPU, a model whose answers are known; data of Prometheus, plotted by `make images`",
+        ha="right", fontsize=6, color="0.5",
+    )  # fmt: skip
+    images.mkdir(parents=True, exist_ok=True)
+    figure.savefig(images / "acceptance.png", dpi=110, metadata={"Software": None})
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["run"] and len(sys.argv) == 3:
+        sys.exit(run(Path(sys.argv[2]).absolute()))
+    if sys.argv[1:2] == ["draw"] and len(sys.argv) == 4:
+        sys.exit(draw(Path(sys.argv[2]), Path(sys.argv[3])))
+    sys.exit("usage: python -m collector.plot run DIR | draw DIR OUT")
