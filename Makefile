@@ -123,6 +123,13 @@ LOCK_downstream := downstream
 LOCK_python3.10 := oldest
 LOCK_python3.12 := middle
 
+# Every other release of vLLM that is tested has a list of its own name. The schedulers share one torch; the engines that
+# run on a CPU need the one that they were built with.
+RELEASES := $(patsubst tests/environments/%.in,%,$(wildcard tests/environments/vllm-[0-9]*.in))
+$(foreach release,$(RELEASES),$(eval LOCK_$(release) := $(release)))
+TORCH_vllm-0.22.1 := engine
+TORCH_vllm-0.26.0 := engine
+
 $(UV_STAMP):
 	$(PYTHON) -m venv --clear $(VENVS)/tools
 	$(VENVS)/tools/bin/python -m pip install --quiet uv==$(UV_VERSION)
@@ -143,8 +150,14 @@ $(VENVS)/%/.ready: $(VENVS)/%/.locked pyproject.toml otel_specdec/version.py
 COMPILE = $(UV) pip compile --quiet --no-emit-index-url --custom-compile-command 'make lock' $(UPGRADE) \
 	pyproject.toml --extra test
 
+.PHONY: $(RELEASES:%=lock-%)
+$(RELEASES:%=lock-%): lock-%: $(UV_STAMP)
+	$(COMPILE) tests/environments/$*.in --python-version 3.11 --python-platform linux \
+		--overrides tests/environments/vllm-$(or $(TORCH_$*),scheduler)-overrides.in \
+		--excludes tests/environments/vllm-scheduler-excludes.in --output-file tests/environments/$*.txt
+
 .PHONY: lock
-lock: $(UV_STAMP) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgrade for the newest versions)
+lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgrade for the newest versions)
 	$(COMPILE) --extra demo tests/environments/dev.in --universal --python-version 3.10 \
 		--output-file tests/environments/dev.txt
 	$(COMPILE) tests/environments/oldest.in --python-version 3.10 --python-platform linux \

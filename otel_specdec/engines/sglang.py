@@ -1,17 +1,18 @@
 """SGLang's adapter: what the messages on the response path say, as sums. Knows SGLang and nothing of OpenTelemetry.
 
 Where it runs: in the process that holds the `TokenizerManager` (the server's main process, the application itself with
-`sglang.Engine`, or one of several tokenizer workers, each for its own requests), on its event loop's thread, once a message
-of the scheduler. What it may cost: a pass at C speed over the message's rows; a few microseconds of Python for a generation
-that began, finished after a collection, or may become an exemplar; no lock that waits, no call into OpenTelemetry.
+`sglang.Engine`, or one of several tokenizer workers, each for its own requests), on its event loop's thread, once a
+message of the scheduler. What it may cost: a pass at C speed over the message's rows; a few microseconds of Python for
+a generation that began, finished after a collection, or may become an exemplar; no lock that waits, no call into
+OpenTelemetry.
 
 Hooks, all on the base class `TokenizerManager` (`TokenizerWorker` inherits them): `__init__` (the engine is known),
-`_handle_batch_output` (the counts), and where a request ends without a message: `_handle_abort_req` (aborted in the queue),
-before 0.4.9 `abort_request`. The class is patched when its module is imported, because to 0.5.10 `__init__` captures the bound
-methods; sglang is never imported from here.
+`_handle_batch_output` (the counts), and where a request ends without a message: `_handle_abort_req` (aborted in the
+queue), before 0.4.9 `abort_request`. The class is patched when its module is imported, because to 0.5.10 `__init__`
+captures the bound methods; sglang is never imported from here.
 
-The columns of a message are cumulative over a generation's life, so the newest row of each generation is all that is kept,
-and a collection adds the difference to what was added before. Nothing is kept of a generation that finished.
+The columns of a message are cumulative over a generation's life, so the newest row of each generation is all that is
+kept, and a collection adds the difference to what was added before. Nothing is kept of a generation that finished.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ class Knowledge:
     """What this engine's version and configuration can tell about every generation.
 
     Attributes:
-        accepted: the column of accepted draft tokens, or None where it is absent or known to be wrong.
-        histogram: the column of steps by accepted tokens, or None where positions cannot be known.
-        retractions: whether the number of retractions is told, without which emitted tokens are unknown.
-        chain: draft tokens of every step, where that is the same for all; else 0, and proposed tokens are unknown.
-        emits_always: whether every decoding step is a verify step, so that emitted tokens follow from the others.
-        restores: whether a retracted request comes back without a prefill of its own (decode side of a disaggregated server).
+        accepted: the column of accepted draft tokens, or None where it is absent or known to be wrong. histogram: the
+        column of steps by accepted tokens, or None where positions cannot be known. retractions: whether the number of
+        retractions is told, without which emitted tokens are unknown. chain: draft tokens of every step, where that is
+        the same for all; else 0, and proposed tokens are unknown. emits_always: whether every decoding step is a verify
+        step, so that emitted tokens follow from the others. restores: whether a retracted request comes back without a
+        prefill of its own (decode side of a disaggregated server).
     """
 
     accepted: str | None
@@ -208,7 +209,7 @@ class _Followed(Candidate):
 
 
 class _Life:
-    """A generation of which something was added before its end, or that needs a look of its own: what was added so far."""
+    """What was added so far of a generation: of one that is collected before its end, or needs a look of its own."""
 
     __slots__ = ("accepted", "chain", "completion", "embeds", "emitted", "followed", "histogram", "ratios", "verify")
 
@@ -228,11 +229,12 @@ class _Life:
         """Those that held in every increment."""
 
     def advance(self, row: Row, knowledge: Knowledge, *, final: bool) -> tuple[SpecCounts, Sequence[int] | None]:
-        """What came since the last call, and of its steps how many accepted 0, 1, 2, … drafts, where positions are known."""
+        """What came since the last call, and how many of its steps accepted 0, 1, 2, … drafts, where that is known."""
         emitted = None
         if row.completion is not None and row.retractions is not None and knowledge.emitted:
-            # The prefill gives a token, and so does the one after each retraction; all others come from verify steps. Not
-            # where a retracted request is restored without a prefill, or starts over (embeddings cannot be prolonged).
+            # The prefill gives a token, and so does the one after each retraction; all others come from verify steps.
+            # Not where a retracted request is restored without a prefill, or starts over (embeddings cannot be
+            # prolonged).
             if not row.retractions:
                 emitted = max(0, row.completion - 1)
             elif not (knowledge.restores or self.embeds):
@@ -249,8 +251,8 @@ class _Life:
 def _grow(known: int | None, now: int | None, final: bool) -> tuple[int | None, int | None]:
     """What is added now of a cumulative value: (the value so far, the difference); None is unknown, from here on.
 
-    What was added never moves. A retraction raises its count before completion catches up, so a value may fall for a while;
-    one that has fallen in the end contradicts what was added.
+    What was added never moves. A retraction raises its count before completion catches up, so a value may fall for a
+    while; one that has fallen in the end contradicts what was added.
     """
     if known is None or now is None:
         return None, None
@@ -271,14 +273,19 @@ def _spread(
 class RankTally:
     """What the generations of one data-parallel rank did.
 
-    The event loop's thread never waits: if a collection is just reading, the message is put aside and counted with the next
-    one, or by the next collection.
+    The event loop's thread never waits: if a collection is just reading, the message is put aside and counted with the
+    next one, or by the next collection.
     """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._knowledge = watch.knowledge
         self._fields = tuple(watch.knowledge.fields)
+        self._ratios = watch.knowledge.ratios
+        place = {field: index for index, field in enumerate(self._fields)}
+        self._verify, self._completion = place["verify"], place["completion"]
+        self._accepted, self._retractions = place.get("accepted"), place.get("retractions")
+        self._histogram = place.get("histogram")
         self._gaps = False
         """Whether a message had gaps (None) where a column should be: from then on each generation is looked at."""
         self._reading = threading.Lock()
@@ -292,6 +299,7 @@ class RankTally:
 
     @property
     def ended(self) -> bool:
+        """See `engines.Tally`."""
         return self._watch.ended
 
     def gaps(self) -> None:
@@ -340,11 +348,11 @@ class RankTally:
                         [column[row] for row in entering] for column in (rids, reasons, states, orders, *columns)
                     )
                     ending = len(rids)
-            live.update(zip(rids, zip(*columns)))
+            live.update(zip(rids, zip(*columns)))  # noqa: B905  # of one length, see `Watch.message`; a check costs 0.3 µs
             self._begin(rids, states, orders, trace_of)
         else:
             before = len(live)
-            live.update(zip(rids, zip(*columns)))
+            live.update(zip(rids, zip(*columns)))  # noqa: B905  # of one length, see `Watch.message`; a check costs 0.3 µs
             if len(live) != before:
                 born = list(islice(reversed(live), len(live) - before))
                 states = list(map(state_of, born))
@@ -369,30 +377,30 @@ class RankTally:
 
     def _add_together(self, columns: Columns) -> bool:
         """Add whole generations at once; False, and nothing done, where one of them is not like the others."""
-        knowledge = self._knowledge
-        of = dict(zip(self._fields, columns, strict=True))
-        verify, completion, accepted = of["verify"], of["completion"], of.get("accepted")
-        if min(completion) < 2 or any(of.get("retractions", ())):
+        verify, completion = columns[self._verify], columns[self._completion]
+        if min(completion) < 2 or (self._retractions is not None and any(columns[self._retractions])):
             return False  # no token, a hidden warm-up, the prefill's token alone; a token of another prefill
+        accepted = columns[self._accepted] if self._accepted is not None else None
+        chain, emits = self._knowledge.chain, self._retractions is not None
         if accepted is not None:
-            if knowledge.emitted and not all(map(le, completion, map(add, map(add, accepted, verify), _one))):
+            if emits and not all(map(le, completion, map(add, map(add, accepted, verify), _one))):
                 return False
-            if knowledge.chain and not all(map(le, accepted, map(mul, verify, repeat(knowledge.chain)))):
+            if chain and not all(map(le, accepted, map(mul, verify, repeat(chain)))):
                 return False
         steps, tokens = sum(verify), sum(completion)
-        sums = self._sums_of(knowledge.ratios)
+        sums = self._sums_of(self._ratios)
         sums.generations += len(completion)
         sums.add("verify", steps)
         sums.add("completion", tokens)
         if accepted is not None:
             sums.add("accepted", sum(accepted))
-        if knowledge.chain:
-            sums.add("proposed", steps * knowledge.chain)
-        if knowledge.emitted:
+        if chain:
+            sums.add("proposed", steps * chain)
+        if emits:
             sums.add("emitted", tokens - len(completion))  # each but the token of the prefill
-        if "histogram" in of and accepted is not None:
-            together = list(map(sum, zip_longest(*of["histogram"], fillvalue=0)))
-            sums.add_positions(together, steps, sum(accepted), knowledge.chain)
+        if self._histogram is not None and accepted is not None:
+            together = list(map(sum, zip_longest(*columns[self._histogram], fillvalue=0)))
+            sums.add_positions(together, steps, sum(accepted), chain)
         return True
 
     def _begin(
@@ -405,8 +413,8 @@ class RankTally:
         """Look at each of the requests that have just begun."""
         knowledge = self._knowledge
         for rid, state, order in zip(rids, states, orders, strict=True):
-            # SGLang passes over a row without a state. A finished one that is still there was counted: to 0.4.8 after the
-            # last message, to 0.5.9 after an abort in the queue, until whoever waits for it deletes it.
+            # SGLang passes over a row without a state. A finished one that is still there was counted: to 0.4.8 after
+            # the last message, to 0.5.9 after an abort in the queue, until whoever waits for it deletes it.
             if state is None or state.finished or rid.startswith(_HEALTH_CHECK):
                 self._live.pop(rid, None)
                 continue
@@ -420,12 +428,15 @@ class RankTally:
         """These generations end with the rows that were just noted."""
         rows: list[Any] = list(map(self._live.pop, rids, _none))
         together: Sequence[tuple[Any, Any]] = list(zip(rows, reasons, strict=True))
-        lives: Sequence[Any] = list(map(self._lives.pop, rids, _none)) if self._lives else ()  # type: ignore[arg-type]  # a default of another type is one
+        known: dict[str, Any] = self._lives
+        lives = list(map(known.pop, rids, _none)) if known else [None] * len(rids)
         if any(lives) or not all(rows):
-            for life, (row, reason) in zip(lives or _none, together):
+            for life, (row, reason) in zip(lives, together, strict=True):
                 if life is not None:
                     self._finish(life, self._row(row), reason)
-            together = [each for life, each in zip(lives or _none, together) if life is None and each[0] is not None]
+            together = [
+                each for life, each in zip(lives, together, strict=True) if life is None and each[0] is not None
+            ]
             rows = [row for row, _ in together]
         if rows and (self._gaps or not self._add_together(list(zip(*rows, strict=True)))):
             for row, reason in together:
@@ -435,8 +446,8 @@ class RankTally:
         return Row(**dict(zip(self._fields, row, strict=True)))
 
     def _finish(self, life: _Life, row: Row, reason: Any) -> None:
-        # A sequence that was asked for no token is the warm-up of n > 1 sequences, which fills the prefix cache. In 0.5.23
-        # it has no token, in older versions one.
+        # A sequence that was asked for no token is the warm-up of n > 1 sequences, which fills the prefix cache. In
+        # 0.5.23 it has no token, in older versions one.
         no_output = isinstance(reason, Mapping) and reason.get("type") == "length" and reason.get("length") == 0
         followed = life.followed
         if row.completion == 0 or no_output:
@@ -483,7 +494,8 @@ class RankTally:
     def _ended_unseen(self, rid: str) -> None:
         row = self._live.pop(rid, None)
         if row is not None:
-            self._finish(self._lives.pop(rid, None) or _Life(self._knowledge), self._row(row), None)
+            life = self._lives.pop(rid) if rid in self._lives else _Life(self._knowledge)
+            self._finish(life, self._row(row), None)
 
     def _catch_up(self) -> None:
         while self._aside:
@@ -492,8 +504,8 @@ class RankTally:
     def take(self) -> Taken:
         """See `engines.Tally`. On the collecting thread; the event loop's does not wait for it."""
         with self._reading:
-            # Looked up before what was put aside is counted: a last message is seen before its state goes, so whoever is
-            # still live after it and had no state ended without one.
+            # Looked up before what was put aside is counted: a last message is seen before its state goes, so whoever
+            # is still live after it and had no state ended without one.
             states = self._watch.states
             gone = [rid for rid in self._live if rid not in states]
             self._catch_up()
@@ -530,7 +542,7 @@ class RankTally:
 
 
 def _any_grammar(states: Iterable[Any]) -> bool:
-    """Whether one of these requests is bound to a grammar: drafts that it invalidates are masked, and nobody counts them."""
+    """Whether one of these requests is bound to a grammar, which masks drafts that nobody counts."""
     parameters = list(map(_sampling_params, states))
     return any(any(map(dict.get, parameters, repeat(name))) for name in _GRAMMARS)
 
@@ -573,6 +585,7 @@ class Watch:
 
     @property
     def ended(self) -> bool:
+        """Whether the manager is gone."""
         return self._manager() is None
 
     @property
@@ -581,6 +594,7 @@ class Watch:
         return Hooks._installed is not self.owner
 
     def is_idle(self) -> bool:
+        """Whether the manager has no request just now."""
         return not self.states
 
     def tally(self, rank: int) -> RankTally:
@@ -637,7 +651,7 @@ class Watch:
 
 
 def _column(message: Any, name: str, number: int) -> Sequence[Any]:
-    """A column of a message; of nothing but None where it is absent or empty (without speculation it is `[]` or None)."""
+    """A column of a message; nothing but None where it is absent or empty (`[]` or None without speculation)."""
     column = getattr(message, name, None)
     return column if column is not None and len(column) == number else [None] * number
 
@@ -645,8 +659,8 @@ def _column(message: Any, name: str, number: int) -> Sequence[Any]:
 def describe(manager: Any) -> tuple[EngineDescription | None, Knowledge]:
     """What the configuration and the version say, or None where this process is not to count.
 
-    It is not where the engine does not speculate, nor on the prefill side of a disaggregated server: each of its requests
-    is a generation of the decode side.
+    It is not where the engine does not speculate, nor on the prefill side of a disaggregated server: each of its
+    requests is a generation of the decode side.
     """
     setting = partial(_setting, manager)
     algorithm = str(setting("speculative_algorithm") or "").upper()
@@ -676,8 +690,8 @@ def _knowledge(algorithm: str, side: str, setting: Callable[[str], Any]) -> Know
     histogram = next((name for name in _HISTOGRAM if name in columns), None)
     retractions = _RETRACTIONS in columns
     if histogram is None:
-        # 0.5.4 and 0.5.5 have the column and leave it 0 with NGRAM, 0.5.4 in EAGLE's overlap scheduler too. (0.5.6 to 0.5.8
-        # cannot be told from 0.5.5 by their columns.)
+        # 0.5.4 and 0.5.5 have the column and leave it 0 with NGRAM, 0.5.4 in EAGLE's overlap scheduler too. (0.5.6 to
+        # 0.5.8 cannot be told from 0.5.5 by their columns.)
         overlap = not setting("disable_overlap_schedule")
         if algorithm == "NGRAM" or (overlap and not retractions):
             accepted = None
@@ -725,7 +739,7 @@ def _setting(manager: Any, name: str) -> Any:
 
 
 def _worker(manager: Any) -> int:
-    """Which tokenizer this process is: 0 for the only one, else its number among the children of the server's process."""
+    """Which tokenizer this process is: 0 for the only one, else its number among the server's children."""
     if type(manager).__name__ != "TokenizerWorker" and multiprocessing.parent_process() is None:
         return 0
     identity = multiprocessing.current_process()._identity  # no public name; the name holds it too
@@ -735,9 +749,9 @@ def _worker(manager: Any) -> int:
 class Hooks:
     """The hooks on SGLang's tokenizer manager for one listener. At most one is installed in a process.
 
-    `install` may come before sglang is imported, after it, or after the manager was made (to 0.5.10 that is too late: it has
-    captured its methods, and a line in the log says so). `remove` puts the originals back and leaves what was counted to be
-    taken.
+    `install` may come before sglang is imported, after it, or after the manager was made (to 0.5.10 that is too late:
+    it has captured its methods, and a line in the log says so). `remove` puts the originals back and leaves what was
+    counted to be taken.
     """
 
     _installed: Hooks | None = None
@@ -747,6 +761,7 @@ class Hooks:
         self.listener = listener
 
     def install(self) -> None:
+        """Hook the class, now or when its module is imported."""
         Hooks._installed = self
         if TOKENIZER_MODULE in sys.modules:
             self._wrap(sys.modules[TOKENIZER_MODULE])
@@ -755,6 +770,7 @@ class Hooks:
             wrapt.register_post_import_hook(_on_import, TOKENIZER_MODULE)
 
     def remove(self) -> None:
+        """Put the class's own methods back."""
         if Hooks._installed is self:
             Hooks._installed = None
         manager = getattr(sys.modules.get(TOKENIZER_MODULE), "TokenizerManager", None)
@@ -868,7 +884,8 @@ def _around_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Not a coroutine itself, where the original is one (0.5.12 on): it returns the original's, and is done before it runs.
+    # Not a coroutine itself, where the original is one (0.5.12 on): it returns the original's, and is done before it
+    # runs.
     def _handle_batch_output(self: Any, recv_obj: Any, *args: Any, **kwargs: Any) -> Any:
         hooks = Hooks._installed
         if hooks is not None:
@@ -888,8 +905,8 @@ def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 def _around_abort(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around `_handle_abort_req(recv_obj)` and the older `abort_request(rid)`: a request may end without a message.
 
-    Its state is deleted at once before 0.4.9 and in newer versions; in those between it is finished, and deleted by whoever
-    waits for it.
+    Its state is deleted at once before 0.4.9 and in newer versions; in those between it is finished, and deleted by
+    whoever waits for it.
     """
 
     def abort(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -101,10 +101,11 @@ class StepTally:
         # 0.9.0 returns one EngineCoreOutputs, later versions one for each client.
         parts = [each.outputs for each in (result.values() if isinstance(result, dict) else (result,))]
         rows = output.req_id_to_index
+        empty = generated.count(0)
         if (
             len(scheduler.finished_req_ids) == finished
             and len(scheduler.running) == running
-            and sum(map(len, parts)) == len(generated) - generated.count(0) > 0
+            and sum(map(len, parts)) == len(generated) - empty > 0
             and list(map(len, output.sampled_token_ids)) == generated
         ):
             # An ordinary step: nobody finished, nothing was trimmed, and every token went out.
@@ -112,11 +113,11 @@ class StepTally:
                 try:
                     if self._aside:
                         self._catch_up()
-                    self._count_ordinary(drafts, generated, rows, newborn)
+                    self._count_ordinary(drafts, generated, rows, newborn, empty)
                 finally:
                     self._reading.release()
             else:
-                self._aside.append(partial(self._count_ordinary, drafts, generated, rows, newborn))
+                self._aside.append(partial(self._count_ordinary, drafts, generated, rows, newborn, empty))
         else:
             self._do(partial(self._count, *_delivered(scheduler, parts), drafts, generated, rows, newborn))
             ended = self._settle_inside() or len(scheduler.finished_req_ids) != finished
@@ -125,7 +126,12 @@ class StepTally:
         self._inside = None
 
     def _count_ordinary(
-        self, drafts: Mapping[str, Any], generated: list[int], rows: Mapping[str, int], newborn: Sequence[Any]
+        self,
+        drafts: Mapping[str, Any],
+        generated: list[int],
+        rows: Mapping[str, int],
+        newborn: Sequence[Any],
+        empty: int,
     ) -> None:
         for request in newborn:
             self._following.born(request)
@@ -133,7 +139,7 @@ class StepTally:
         alike = None
         if not lengths:
             alike = 0
-        elif len(lengths) == len(generated) == lengths.count(lengths[0]) and 0 not in generated:
+        elif len(lengths) == len(generated) == lengths.count(lengths[0]) and not empty:
             alike = lengths[0]
         if alike is not None:
             self._alike(alike).update(generated)
@@ -243,7 +249,8 @@ class StepTally:
 def _delivered(scheduler: Any, parts: Iterable[Sequence[Any]]) -> tuple[dict[str, int], list[str], list[str]]:
     """The tokens that went out, by request; who finished with them; and whose turn ended without finishing."""
     delivered: dict[str, int] = {}
-    stopped, turns = [], []
+    stopped: list[str] = []
+    turns: list[str] = []
     for outputs in parts:
         for output in outputs:
             tokens = len(output.new_token_ids)
@@ -384,8 +391,14 @@ class _Following:
                     followed.emitted += emitted
 
     def _generated(self, generated: list[int], rows: Mapping[str, int]) -> list[int]:
+        if len(self._ids) == len(self._by_id):  # no free slot
+            try:
+                return [*map(generated.__getitem__, map(rows.__getitem__, self._ids))]
+            except (KeyError, IndexError):
+                pass  # somebody is not in this step, or the step sampled nothing
         padded = [*generated, 0]
-        return [*map(padded.__getitem__, map(rows.get if generated else {}.get, self._ids, _no_row))]
+        found: Mapping[str, int] = rows if generated else {}
+        return [*map(padded.__getitem__, map(found.get, self._ids, _no_row))]
 
     def _add_up(self, followed: _Followed) -> None:
         slot = followed.slot
@@ -686,7 +699,9 @@ def _around_update(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwarg
         return wrapped(*args, **kwargs)
     tally = before = None
     try:
-        tally = hooks.tally_for(scheduler)
+        tally = getattr(scheduler, _TALLY, None)
+        if tally is None or tally.owner is not hooks or not tally.counts:
+            tally = hooks.tally_for(scheduler)
         if tally is not None:
             step = args[0] if args else kwargs["scheduler_output"]
             output = args[1] if len(args) > 1 else kwargs["model_runner_output"]

@@ -30,7 +30,7 @@ Update = Callable[[Any, Any, Any], Any]
 def naive_adds(plain: Update) -> Update:
     meter = MeterProvider([InMemoryMetricReader()]).get_meter("naive")
     counters = [meter.create_counter(f"c{n}") for n in range(5)]
-    attributes = {"gen_ai.request.model": "m", "specdec.method": "ngram", "specdec.engine.index": 0}
+    attributes: dict[str, str | int] = {"gen_ai.request.model": "m", "specdec.engine.index": 0}
 
     def update(scheduler: Any, step: Any, output: Any) -> Any:
         drafts, rows = step.scheduled_spec_decode_tokens, output.req_id_to_index
@@ -51,7 +51,7 @@ def naive_adds(plain: Update) -> Update:
 def naive_histogram(plain: Update) -> Update:
     meter = MeterProvider([InMemoryMetricReader()]).get_meter("naive")
     histogram = meter.create_histogram("h")
-    attributes = {"gen_ai.request.model": "m", "specdec.method": "ngram", "specdec.engine.index": 0}
+    attributes: dict[str, str | int] = {"gen_ai.request.model": "m", "specdec.engine.index": 0}
 
     def update(scheduler: Any, step: Any, output: Any) -> Any:
         result = plain(scheduler, step, output)
@@ -71,7 +71,7 @@ def measure(rig: Rig, requests: int, steps: int) -> dict[str, list[float]]:
     hooked: Update = vars(Scheduler)["update_from_output"]
     plain: Update = hooked.__wrapped__  # type: ignore[attr-defined]
     rig.scheduler = rig.new_scheduler()
-    bound = hooked.__get__(rig.scheduler, Scheduler)  # type: ignore[attr-defined]  # as the engine calls it
+    bound = hooked.__get__(rig.scheduler, Scheduler)  # as the engine calls it
     variants: dict[str, Update] = {
         "plain": plain,
         "otel_specdec": lambda _, step, output: bound(step, output),

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,10 @@ def test_traffic_in_a_replicas_first_second_is_all_there_and_each_service_is_poo
         assert eventually(lambda: non_zero(gauges.sums(gauges.windows(receiver.points()))) == wanted, 10, 0.5)
         for window in gauges.windows(receiver.points()):
             assert window.values.get("accept_rate", 0.9) == 0.9
+        # Both agents' replicas of a service meet in one window: its gauges come every two seconds and no oftener.
+        for service in SERVICES:
+            times = [w.time for w in gauges.windows(receiver.points()) if w.service == service]
+            assert all(later - earlier > 1.5e9 for earlier, later in pairwise(times)), service
         # The raw counters take one way only.
         assert receiver.totals(Metric.GENERATIONS) == wanted["m", "engine", "generations"]
 

@@ -70,7 +70,7 @@ def test_a_stop_token_inside_an_accepted_run(served: Serving, models: Models) ->
     first = told(served.generate(KNOWN, sampling={"max_new_tokens": 30}))
     stop = served.generate(KNOWN, sampling={"max_new_tokens": 60, "stop": ["i"]})
     ids = stop[0]["output_ids"]
-    by_token = served.generate(KNOWN, sampling={"max_new_tokens": 60, "stop_token_ids": [ids[-1]]})
+    by_token = served.generate(KNOWN, sampling={"max_new_tokens": 60, "stop_token_ids": [ids[-1]], "ignore_eos": False})
     meta = by_token[0]["meta_info"]
     assert meta["finish_reason"]["type"] == "stop"
     # More was accepted than emitted: the run went on behind the stop.

@@ -63,7 +63,9 @@ class Payloads:
         steps = {"acceptance_histogram": [1, 1, 1, 2], "per_step_drafted": [3, 3, 3, 3, 3]}
         pair = self.random.choice(payloads.FAMILIES[:3])
         sglang = {pair.accepted: 9, pair.proposed: 15, pair.verify: 5, pair.histogram: [1, 1, 1, 2]}
-        choices = [{"index": i, "finish_reason": "stop", "text": "x"} for i in range(self.random.choice((0, 1, 1, 2, 3)))]
+        choices = [
+            {"index": i, "finish_reason": "stop", "text": "x"} for i in range(self.random.choice((0, 1, 1, 2, 3)))
+        ]
         openai = {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": choices,
                   "usage": {"prompt_tokens": 3, "completion_tokens": 15}}  # fmt: skip
         made: dict[str, Any] = self.random.choice([
@@ -169,7 +171,9 @@ def test_any_bytes_and_any_text_raise_nothing(payload: bytes | str) -> None:
 
 
 @given(
-    st.dictionaries(st.sampled_from([name for family in payloads.FAMILIES[:3] for name in family[2:4]]), st.integers(0, 9))
+    st.dictionaries(
+        st.sampled_from([name for family in payloads.FAMILIES[:3] for name in family[2:4]]), st.integers(0, 9)
+    )
 )
 def test_a_pair_comes_whole_from_the_newest_family_that_has_both(payload: dict[str, int]) -> None:
     counts = counts_from_payload(payload)

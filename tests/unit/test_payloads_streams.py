@@ -117,6 +117,8 @@ def test_a_stream_keeps_no_text_and_no_more_for_more_chunks() -> None:
     assert '"x"' not in json.dumps(stream.payload)
 
 
-@pytest.mark.parametrize("nonsense", [None, 7, "data: {", b"\xff", [], ["data: {}"], "[DONE]", {"choices": [None, 7, {}]}, object()])
+@pytest.mark.parametrize(
+    "nonsense", [None, 7, "data: {", b"\xff", [], ["data: {}"], "[DONE]", {"choices": [None, 7, {}]}, object()]
+)
 def test_what_is_no_chunk_says_nothing(nonsense: Any) -> None:
     assert reports_from(streamed([nonsense, *VLLM, nonsense]).payload) == reports_from(streamed(VLLM).payload)

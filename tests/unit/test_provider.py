@@ -134,7 +134,8 @@ def test_only_where_grpc_is_not_installed_http_is_the_default(
     exporters: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_grpc(**which: Any) -> Any:
-        return [point for point in entry_points(**which) if point.name != "otlp_proto_grpc"]
+        found: Any = entry_points(**which)
+        return [point for point in found if point.name != "otlp_proto_grpc"]
 
     monkeypatch.setattr(provider_module, "entry_points", without_grpc)
     made = provider_from_environment({"OTEL_METRICS_EXPORTER": "otlp"})
@@ -277,20 +278,22 @@ def test_an_engine_that_went_on_working_is_not_flushed(provider: Provider) -> No
 
 
 @pytest.mark.usefixtures("idle_soon")
-def test_one_busy_engine_of_several_keeps_the_others_waiting(provider: Provider) -> None:
-    made, busy = flusher(provider), threading.Event()
+def test_one_busy_engine_of_several_keeps_the_others_waiting() -> None:
+    provider, busy = Provider(blocking=True), threading.Event()
+    made = flusher(provider)
     busy.set()
     made.watch(lambda: True)
+    assert provider.flushing.wait(5)
     made.watch(lambda: not busy.is_set())
-    assert eventually(lambda: bool(provider.flushes))
-    time.sleep(0.1)  # the flushes of the births are over
-    before = len(provider.flushes)
+    provider.released.set()
+    assert eventually(lambda: len(provider.flushes) == 2)  # each has had the flush of its births
+    time.sleep(0.05)
     made.idle()
     time.sleep(0.1)
-    assert len(provider.flushes) == before
+    assert len(provider.flushes) == 2
     busy.clear()
     made.idle()
-    assert eventually(lambda: len(provider.flushes) == before + 1)
+    assert eventually(lambda: len(provider.flushes) == 3)
 
 
 @pytest.mark.usefixtures("idle_soon")

@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from otel_specdec import GenerationReport, SpecCounts, SpecDecRecorder
+from tests.unit.at_once import Yielding, in_threads, switching_often
 from tests.unit.collected import DROPPED, FIELD_OF_METRIC, Meter, counted
 
 ALL = "accept_rate,acceptance_length,tokens_per_verify"
@@ -526,38 +523,6 @@ def test_the_window_is_positive(remembered: int) -> None:
 
 
 # Threads
-
-
-@contextmanager
-def switching_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-def in_threads(work: Callable[[int], None], threads: int = 32) -> None:
-    """Calls `work` with each number at the same time; what it raises is raised here."""
-    start = threading.Barrier(threads)
-
-    def at_once(number: int) -> None:
-        start.wait(timeout=30)
-        work(number)
-
-    with switching_often(), ThreadPoolExecutor(threads) as pool:
-        list(pool.map(at_once, range(threads), timeout=30))
-
-
-class Yielding(str):
-    """An id that lets other threads run whenever it is looked up."""
-
-    __slots__ = ()
-
-    def __hash__(self) -> int:
-        time.sleep(1e-5)
-        return super().__hash__()
 
 
 def test_the_same_reports_from_many_threads_are_counted_once(meter: Meter, recorder: SpecDecRecorder) -> None:

@@ -19,6 +19,7 @@ from otel_specdec import GenerationReport, SpecCounts, SpecDecRecorder
 from otel_specdec.instrumentors import EngineCounters, EngineSource
 from otel_specdec.names import Metric
 from otel_specdec.sums import Harvest, Pool, Series, pool_for
+from tests.unit.at_once import Yielding, in_threads
 from tests.unit.collected import (
     ACCEPTED_AT,
     ERRORS,
@@ -181,6 +182,20 @@ def test_threads_add_while_others_collect_and_the_sums_are_exact() -> None:
     collector.join(timeout=60)
     by_delta.update(totals(points(readers[0].get_metrics_data())))
     assert by_delta == totals(points(readers[1].get_metrics_data())) == {"accepted": 8000, "proposed": 16000}
+
+
+def test_threads_that_add_to_the_same_series_lose_nothing(meter: Meter) -> None:
+    pool = pool_for(meter.provider)
+    series = Series.of(Metric.ACCEPTED, {Yielding("key"): "value"})
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            pool.add([(series, 1)])
+            if number == 0:
+                meter.points()
+
+    in_threads(work, threads=8)
+    assert meter.totals() == {"accepted": 160}
 
 
 def test_the_drain_is_in_no_collection(meter: Meter) -> None:

@@ -1,8 +1,8 @@
 """Real responses of the real server, with per-request metrics on: what is read of them is what the engine counted.
 
 The engine counts in its own process (`opentelemetry-instrument`), under `specdec.source` = `engine`; a recorder here
-counts the same generations from the responses, as `response`, into the same receiver. Requests go one at a time, so that
-what a counter grows by is that request's.
+counts the same generations from the responses, as `response`, into the same receiver. Requests go one at a time, so
+that what a counter grows by is that request's.
 
 `python -m tests.vllm.test_payloads_vllm` records the answers, the engine's numbers beside them, for the unit tests.
 """
@@ -13,7 +13,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -32,88 +32,92 @@ from tests.vllm.serving import MODEL, Serving, serving
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = LETTERS + "ab"
 WRONG = "9".join(LETTERS[:15]) + "9a"
-CHAT = [{"role": "user", "content": LETTERS}]
 PAIRS = '{"a": 1, "b": 2}{"a": 1, "b": 2}'
 SHARED = (LETTERS * 6)[:129]
 """One token more than a block of the KV cache: the second time, that token alone is left to prefill."""
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+COUNTED = {**METRIC_OF_FIELD, "generations": Metric.GENERATIONS}
+POSITIONS = {"accepted_by_position": Metric.POSITION_ACCEPTED, "proposed_by_position": Metric.POSITION_PROPOSED}
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 SERVER = ["--per-request-spec-decode-metrics", "detailed", "--enable-prefix-caching"]
 
-# name: path, body, generations
-ASKED: dict[str, tuple[str, dict[str, Any], int]] = {
-    "completion": ("/v1/completions", {"prompt": KNOWN, "max_tokens": 30}, 1),
-    "completion, streamed": ("/v1/completions", {"prompt": LETTERS + "cd", "max_tokens": 30, **STREAM}, 1),
-    "drafts partly right": ("/v1/completions", {"prompt": "abcdexxxabcdefgyyyab", "max_tokens": 24}, 1),
-    "drafts wrong": ("/v1/completions", {"prompt": WRONG, "max_tokens": 10}, 1),
-    "no drafts": ("/v1/completions", {"prompt": "5", "max_tokens": 8}, 1),
-    "one token": ("/v1/completions", {"prompt": LETTERS + "ef", "max_tokens": 1}, 1),
-    "cut off in a block": ("/v1/completions", {"prompt": LETTERS + "gh", "max_tokens": 3}, 1),
-    "ends by itself": ("/v1/completions", {"prompt": "UVWXYZ-UV", "max_tokens": 40}, 1),
-    "stop token": ("/v1/completions", {"prompt": LETTERS + "ij", "max_tokens": 40, "stop_token_ids": [token_id("q")]}, 1),
-    "stop string": ("/v1/completions", {"prompt": LETTERS + "ab", "max_tokens": 40, "stop": ["ij"]}, 1),
-    "stop string, streamed": ("/v1/completions", {"prompt": LETTERS + "ab", "max_tokens": 40, "stop": ["ij"], **STREAM}, 1),
-    "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 24}, 1),
-    "chat, streamed": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 25, **STREAM}, 1),
-    "chat, continuous usage": (
-        "/v1/chat/completions",
-        {"messages": CHAT, "max_tokens": 26, "stream": True,
-         "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        1,
-    ),
-    "streamed, usage not asked for": ("/v1/completions", {"prompt": LETTERS + "kl", "max_tokens": 9, "stream": True}, 1),
-    "two prompts": ("/v1/completions", {"prompt": [LETTERS + "mn", "xyz"], "max_tokens": 12}, 2),
-    "two sequences": ("/v1/completions", {"prompt": LETTERS + "op", "max_tokens": 13, "n": 2, "temperature": 1.0}, 2),
-    "two sequences, streamed": (
-        "/v1/completions", {"prompt": LETTERS + "qr", "max_tokens": 13, "n": 2, "temperature": 1.0, **STREAM}, 2,
-    ),
-    "shared beginning": ("/v1/completions", {"prompt": SHARED, "max_tokens": 11}, 1),
-    "prefix-cache hit": ("/v1/completions", {"prompt": SHARED, "max_tokens": 11}, 1),
-    "grammar refuses drafts": (
-        "/v1/completions", {"prompt": KNOWN, "max_tokens": 30, "structured_outputs": {"regex": "cdef[0-9]{4}gh"}}, 1,
-    ),
-    "grammar refuses all": (
-        "/v1/completions", {"prompt": KNOWN, "max_tokens": 30, "structured_outputs": {"regex": "c[0-9]{4}gh"}}, 1,
-    ),
-    "grammar: json": (
-        "/v1/completions",
-        {"prompt": PAIRS + "{", "max_tokens": 30, "structured_outputs": {"json": {
-            "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}},
-        1,
-    ),
-    "structured": ("/v1/completions", {"prompt": PAIRS + "{", "max_tokens": 30, "structured_outputs": {"regex": "[a-z]{9}"}}, 1),
-}  # fmt: skip
+
+class Asked(NamedTuple):
+    """A request, and the number of sequences that it asks for."""
+
+    path: str
+    body: dict[str, Any]
+    generations: int = 1
 
 
-def ask(served: Serving, path: str, body: dict[str, Any]) -> Case:
-    """One request, and its answer as the client got it, byte for byte what JSON says."""
-    sent = {"model": MODEL, "temperature": 0, **body}
-    case: Case = {"path": path, "request": sent}
+def text(prompt: str | list[str], max_tokens: int, generations: int = 1, **more: Any) -> Asked:
+    return Asked("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens, **more}, generations)
+
+
+def chat(max_tokens: int, **more: Any) -> Asked:
+    messages = [{"role": "user", "content": LETTERS}]
+    return Asked("/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens, **more})
+
+
+def structured(prompt: str, **grammar: Any) -> Asked:
+    return text(prompt, 30, structured_outputs=grammar)
+
+
+TWO: dict[str, Any] = {"n": 2, "temperature": 1.0}
+CONTINUOUS: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ASKED = {
+    "completion": text(KNOWN, 30),
+    "completion, streamed": text(LETTERS + "cd", 30, **STREAM),
+    "drafts partly right": text("abcdexxxabcdefgyyyab", 24),
+    "drafts wrong": text(WRONG, 10),
+    "no drafts": text("5", 8),
+    "one token": text(LETTERS + "ef", 1),
+    "cut off in a block": text(LETTERS + "gh", 3),
+    "ends by itself": text("UVWXYZ-UV", 40),
+    "stop token": text(LETTERS + "ij", 40, stop_token_ids=[token_id("q")]),
+    "stop string": text(KNOWN, 40, stop=["ij"]),
+    "stop string, streamed": text(KNOWN, 40, stop=["ij"], **STREAM),
+    "chat": chat(24),
+    "chat, streamed": chat(25, **STREAM),
+    "chat, continuous usage": chat(26, **CONTINUOUS),
+    "streamed, usage not asked for": text(LETTERS + "kl", 9, stream=True),
+    "two prompts": text([LETTERS + "mn", "xyz"], 12, generations=2),
+    "two sequences": text(LETTERS + "op", 13, generations=2, **TWO),
+    "two sequences, streamed": text(LETTERS + "qr", 13, generations=2, **TWO, **STREAM),
+    "shared beginning": text(SHARED, 11),
+    "prefix-cache hit": text(SHARED, 11),
+    "grammar refuses some drafts": structured(KNOWN, regex="cdef[0-9]{4}gh"),
+    "grammar refuses most drafts": structured(KNOWN, regex="c[0-9]{4}gh"),
+    "grammar: json": structured(PAIRS + "{", json=OBJECT),
+    "grammar: no drafts": structured(PAIRS + "{", regex="[a-z]{9}"),
+}
+
+
+def ask(served: Serving, asked: Asked) -> Case:
+    """One request, and its answer as JSON has it."""
+    sent = {"model": MODEL, "temperature": 0, **asked.body}
+    case: Case = {"path": asked.path, "request": sent}
     with httpx.Client(base_url=served.server.url, timeout=60, trust_env=False) as client:
-        if not body.get("stream"):
-            answer = client.post(path, json=sent)
+        if not sent.get("stream"):
+            answer = client.post(asked.path, json=sent)
             assert answer.status_code == 200, answer.text
             return {**case, "response": answer.json()}
-        chunks = []
-        with client.stream("POST", path, json=sent) as stream:
+        with client.stream("POST", asked.path, json=sent) as stream:
             assert stream.status_code == 200
-            for line in stream.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    chunks.append(json.loads(line.removeprefix("data: ")))
-    return {**case, "chunks": chunks}
+            data = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
+    return {**case, "chunks": [json.loads(chunk) for chunk in data if chunk != "[DONE]"]}
 
 
-def engine_counts(served: Serving) -> dict[str, Any]:
-    """What the engine has counted so far: totals, and tokens by position."""
-    counts: dict[str, Any] = {
-        field: int(served.receiver.totals(metric.value, **{"specdec.source": "engine"}))
-        for field, metric in {**METRIC_OF_FIELD, "generations": Metric.GENERATIONS}.items()
+def counts(served: Serving, source: str) -> dict[str, Any]:
+    """What has been received from this source so far: totals, and tokens by position."""
+    totals = served.receiver.totals
+    counted: dict[str, Any] = {
+        field: int(totals(metric.value, **{"specdec.source": source})) for field, metric in COUNTED.items()
     }
-    for name, metric in (("accepted_by_position", Metric.POSITION_ACCEPTED), ("proposed_by_position", Metric.POSITION_PROPOSED)):
-        counts[name] = [
-            int(served.receiver.totals(metric.value, **{"specdec.source": "engine", "specdec.position": position}))
-            for position in range(4)
-        ]
-    return counts
+    for field, metric in POSITIONS.items():
+        filters: list[dict[str, Any]] = [{"specdec.source": source, "specdec.position": i} for i in range(4)]
+        counted[field] = [int(totals(metric.value, **each)) for each in filters]
+    return counted
 
 
 def grown(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -125,13 +129,14 @@ def grown(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ask_alone(served: Serving, path: str, body: dict[str, Any], generations: int) -> Case:
-    """One request with the engine's own counts of it as `truth`."""
-    before = engine_counts(served)
-    case = ask(served, path, body)
-    assert served.receiver.wait(lambda _: engine_counts(served)["generations"] >= before["generations"] + generations, 15)
-    truth = grown(engine_counts(served), before)
-    assert truth["generations"] == generations
+def ask_alone(served: Serving, asked: Asked) -> Case:
+    """One request, with the engine's own counts of it as `truth`."""
+    before = counts(served, "engine")
+    case = ask(served, asked)
+    finished = before["generations"] + asked.generations
+    assert served.receiver.wait(lambda _: counts(served, "engine")["generations"] >= finished, 15)
+    truth = grown(counts(served, "engine"), before)
+    assert truth["generations"] == asked.generations
     return {**case, "truth": truth}
 
 
@@ -142,57 +147,40 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def provider(served: Serving) -> Iterator[MeterProvider]:
-    """This process's own, into the engine's receiver; `force_flush` alone exports."""
-    exporter = OTLPMetricExporter(endpoint=f"{served.receiver.http_endpoint}/v1/metrics")
-    reader = PeriodicExportingMetricReader(exporter, export_interval_millis=3_600_000)
-    provider = MeterProvider([reader], Resource.create({"service.name": "tests"}), shutdown_on_exit=False)
-    yield provider
-    provider.shutdown()
-
-
-@pytest.fixture(scope="module")
-def recorder(provider: MeterProvider) -> SpecDecRecorder:
-    return SpecDecRecorder(provider)
+def cases(served: Serving) -> dict[str, Case]:
+    return {name: ask_alone(served, asked) for name, asked in ASKED.items()}
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_live_response_says_what_the_engine_counted(served: Serving, recorder: SpecDecRecorder, name: str) -> None:
-    path, body, generations = ASKED[name]
-    case = ask_alone(served, path, body, generations)
-    check_vllm(name, case)
-    recorder.record_payload(payload_of(case), method="ngram")
-    if generations > 1:
-        assert counts_from_payload(payload_of(case)).completion == case["truth"]["completion"]
+def test_a_live_response_says_what_the_engine_counted(cases: dict[str, Case], name: str) -> None:
+    check_vllm(name, cases[name])
+
+
+@pytest.mark.parametrize("name", [name for name, asked in ASKED.items() if asked.generations > 1])
+def test_one_usage_summed_over_sequences_is_the_engine_s_sum(cases: dict[str, Case], name: str) -> None:
+    assert counts_from_payload(payload_of(cases[name])).completion == cases[name]["truth"]["completion"]
 
 
 def test_engine_and_responses_count_the_same_generations_and_nothing_adds_them_up(
-    served: Serving, provider: MeterProvider
+    served: Serving, cases: dict[str, Case]
 ) -> None:
-    # Unlisted requests only: the recorder adds nothing for a response that says nothing about drafts.
-    names = [name for name in ASKED if name not in DIFFERENT_VLLM]
-    before = engine_counts(served)
-    again = SpecDecRecorder(provider)
-    recorded_before = response_counts(served)
-    for name in names:
-        path, body, _ = ASKED[name]
-        again.record_payload(payload_of(ask(served, path, body)), session_id="again", model=MODEL, method="ngram")
-    assert served.receiver.wait(lambda _: engine_counts(served)["generations"] >= before["generations"] + len(names), 20)
-    assert provider.force_flush()
-    engine = grown(engine_counts(served), before)
-    response = grown(response_counts(served), recorded_before)
-    print("engine", engine, "response", response)
-    assert response["generations"] == engine["generations"] == len(names)
-    assert response["completion"] == engine["completion"]
-    sources = {point.attributes["specdec.source"] for point in served.points()}
-    assert sources == {"engine", "response"}
+    exporter = OTLPMetricExporter(endpoint=f"{served.receiver.http_endpoint}/v1/metrics")
+    reader = PeriodicExportingMetricReader(exporter, export_interval_millis=3_600_000)
+    provider = MeterProvider([reader], Resource.create({"service.name": "tests"}), shutdown_on_exit=False)
+    recorder = SpecDecRecorder(provider)
+    both = [case for name, case in cases.items() if name not in DIFFERENT_VLLM]
+    for case in both:
+        recorder.record_payload(payload_of(case), method="ngram")
+    provider.shutdown()
 
-
-def response_counts(served: Serving) -> dict[str, Any]:
-    return {
-        field: int(served.receiver.totals(metric.value, **{"specdec.source": "response"}))
-        for field, metric in {**METRIC_OF_FIELD, "generations": Metric.GENERATIONS}.items()
-    }
+    response = counts(served, "response")
+    for field in ("accepted", "proposed", "verify", "completion", "generations"):
+        assert response[field] == sum(case["truth"][field] for case in both), field
+    engine = counts(served, "engine")
+    assert engine["generations"] == sum(asked.generations for asked in ASKED.values())
+    # Whoever sums over `specdec.source` counts twice; every point says which it is, and a filter keeps them apart.
+    assert {point.attributes["specdec.source"] for point in served.points()} == {"engine", "response"}
+    assert served.receiver.totals(Metric.GENERATIONS.value) == engine["generations"] + len(both)
 
 
 def record() -> None:
@@ -201,7 +189,7 @@ def record() -> None:
     with tempfile.TemporaryDirectory() as folder, serving(models, Path(folder), extra_args=SERVER) as served:
         from vllm import __version__ as version
 
-        cases = {name: ask_alone(served, *asked) for name, asked in ASKED.items()}
+        cases = {name: ask_alone(served, asked) for name, asked in ASKED.items()}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
     head = {"engine": f"vllm {version}, ngram, k = 4, {' '.join(SERVER)}, on a CPU",
             "truth": "what our counters in the engine's process grew by"}  # fmt: skip

@@ -133,15 +133,12 @@ def test_all_drafts_refused_is_a_verify_step_with_zero_accepted(sync: Rig) -> No
 @pytest.mark.parametrize("order", list(itertools.permutations(("r1", "r2", "r3"))), ids="".join)
 def test_the_grammar_refuses_every_draft_of_one_request(asynchronous: Rig, order: tuple[str, ...]) -> None:
     # The table "one-request-all-invalid" of the handed cases, in every order of the batch.
-    from vllm.v1.outputs import DraftTokenIds
-
     rig = asynchronous
     start(rig, *order)
-    versions.limit_drafts(rig.scheduler, {"r1": 4, "r2": 0, "r3": 3})
     step = rig.schedule()
     assert step.scheduled_spec_decode_tokens == {request_id: [-1] * K for request_id in order}
-    drafts = DraftTokenIds(list(order), [[11, 12, 13, 14] for _ in order])
-    rig.scheduler.update_draft_token_ids_in_output(drafts, step)
+    drafts = {request_id: list(DRAFT) for request_id in order}
+    versions.refuse_drafts(rig.scheduler, step, drafts, valid={"r1": 4, "r2": 0, "r3": 3})
     assert step.num_invalid_spec_tokens == {"r2": 4, "r3": 1}
     rig.update(step, {"r1": [11, 12, 99], "r2": [98], "r3": [11, 97]})
     # Three tokens by prefill come on top of the table's six.
@@ -284,14 +281,25 @@ def test_a_resumable_request_is_one_generation_however_many_turns(sync: Rig) -> 
     sync.draft("s")
     sync.step({"s": BLOCK})  # the turn ends at 2 tokens, with a finish reason, and the session waits
     assert sync.counted() == totals(4, 4, 1, 2, 1, 0)
-    sync.add("s", max_tokens=3, prompt=70, resumable=True)  # the next turn
+    sync.add("s", max_tokens=2, prompt=70, resumable=True)  # the next turn
     sync.step({"s": [20]})
     assert sync.counted()["generations"] == 0
     sync.step({"s": [21]})
-    sync.step({"s": [22]})
-    assert sync.counted() == totals(4, 4, 1, 5, 1, 0)
+    assert sync.counted() == totals(4, 4, 1, 4, 1, 0)
     sync.add("s", resumable=False)  # the end of the session
-    assert sync.counted() == totals(4, 4, 1, 5, 1, 1)
+    assert sync.counted() == totals(4, 4, 1, 4, 1, 1)
+
+
+@needs(Feature.RESUMABLE)
+def test_turns_that_were_there_before_the_first_one_ended(sync: Rig) -> None:
+    sync.add("s", max_tokens=1, resumable=True)
+    sync.add("s", max_tokens=1, prompt=70, resumable=True)
+    sync.add("s", resumable=False)
+    sync.step({"s": [10]})
+    assert sync.counted() == totals(0, 0, 0, 1, 0, 0)
+    sync.step({"s": [20]})
+    assert sync.counted() == totals(0, 0, 0, 2, 0, 1)
+    assert not sync.scheduler.requests
 
 
 @needs(Feature.RESUMABLE)

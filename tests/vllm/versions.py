@@ -12,11 +12,13 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from enum import Enum
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 TESTED = ("0.9.0.post2", "0.9.2", "0.11.0", "0.11.2", "0.14.1", "0.19.1", "0.22.1", "0.26.0", "0.32.0", "0.33.0")
 """The releases that `make test-versions` runs; each has an environment in tests/environments and a row in docs/versions.md."""
@@ -221,20 +223,25 @@ def give_drafts(scheduler: Any, drafts: Mapping[str, list[int]]) -> None:
             scheduler.requests[request_id].spec_token_ids = tokens
 
 
-def limit_drafts(scheduler: Any, valid: Mapping[str, int]) -> None:
-    """Let the grammar allow the first so many drafts of each request."""
+def refuse_drafts(scheduler: Any, step: Any, drafts: Mapping[str, list[int]], valid: Mapping[str, int]) -> None:
+    """The drafts of a step that is scheduled already; the grammar allows the first so many of each request."""
+    from vllm.v1.outputs import DraftTokenIds
+
     manager = scheduler.structured_output_manager
-    if hasattr(manager, "validate_tokens"):
-        manager.validate_tokens = lambda request, tokens: tokens[: valid[request.request_id]]
-        return
-    # Before it each request's own grammar was asked.
-    manager.should_advance = lambda request: True
-    for request_id, number in valid.items():
-        grammar = SimpleNamespace(
-            validate_tokens=lambda tokens, number=number: tokens[:number],
-            accept_tokens=lambda request_id, tokens: True,
-        )
-        scheduler.requests[request_id].structured_output_request = SimpleNamespace(grammar=grammar)
+    with ExitStack() as patches:
+        if hasattr(manager, "validate_tokens"):
+            patches.enter_context(
+                mock.patch.object(manager, "validate_tokens", lambda request, ids: ids[: valid[request.request_id]])
+            )
+        else:  # to 0.26 each request's own grammar is asked
+            patches.enter_context(mock.patch.object(manager, "should_advance", lambda request: True))
+            for request_id, number in valid.items():
+                request = scheduler.requests[request_id]
+                grammar = SimpleNamespace(validate_tokens=lambda ids, number=number: ids[:number])
+                patches.enter_context(
+                    mock.patch.object(request, "structured_output_request", SimpleNamespace(grammar=grammar))
+                )
+        scheduler.update_draft_token_ids_in_output(DraftTokenIds(list(drafts), list(drafts.values())), step)
 
 
 def preempt(scheduler: Any, request_id: str) -> None:

@@ -49,33 +49,34 @@ def copy_all_layer_kv_cache_cpu(pointers: Any, strides: Any, targets: Any, sourc
 
 
 def verify_tree_greedy_cpu(
+    *,
     predicts: Any,
-    accepted: Any,
-    accepted_number: Any,
-    drafts: Any,
-    indices: Any,
-    children: Any,
-    siblings: Any,
-    targets: Any,
+    accept_index: Any,
+    accept_token_num: Any,
+    candidates: Any,
+    retrive_index: Any,
+    retrive_next_token: Any,
+    retrive_next_sibling: Any,
+    target_predict: Any,
 ) -> None:
     """Walk each request's tree of drafts as far as the target model agrees with a child of the node it is at."""
-    choice = targets.reshape(-1).tolist()
-    for row in range(drafts.shape[0]):
-        at = 0
-        last = int(indices[row, 0])
-        accepted[row, 0] = last
+    choice = target_predict.reshape(-1).tolist()
+    for row in range(candidates.shape[0]):
+        node = 0
+        last = int(retrive_index[row, 0])
+        accept_index[row, 0] = last
         number = 0
-        while number + 1 < accepted.shape[1]:
-            child = int(children[row, at])
-            while child != -1 and int(drafts[row, child]) != choice[last]:
-                child = int(siblings[row, child])
+        while number + 1 < accept_index.shape[1]:
+            child = int(retrive_next_token[row, node])
+            while child != -1 and int(candidates[row, child]) != choice[last]:
+                child = int(retrive_next_sibling[row, child])
             if child == -1:
                 break
             predicts[last] = choice[last]
-            at, last = child, int(indices[row, child])
+            node, last = child, int(retrive_index[row, child])
             number += 1
-            accepted[row, number] = last
-        accepted_number[row] = number
+            accept_index[row, number] = last
+        accept_token_num[row] = number
         predicts[last] = choice[last]
 
 
