@@ -154,7 +154,8 @@ COMPILE = $(UV) pip compile --quiet --no-emit-index-url --custom-compile-command
 $(RELEASES:%=lock-%): lock-%: $(UV_STAMP)
 	$(COMPILE) tests/environments/$*.in --python-version 3.11 --python-platform linux \
 		--overrides tests/environments/vllm-$(or $(TORCH_$*),scheduler)-overrides.in \
-		--excludes tests/environments/vllm-scheduler-excludes.in --output-file tests/environments/$*.txt
+		$(if $(TORCH_$*),,--excludes tests/environments/vllm-scheduler-excludes.in) \
+		--output-file tests/environments/$*.txt
 
 .PHONY: lock
 lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgrade for the newest versions)

@@ -131,9 +131,12 @@ def draw(folder: Path, images: Path) -> int:
     bars = by_k.bar([str(k) for k, _ in best], [value for _, value in best], color="C2")
     by_k.bar_label(bars, fmt="%.2f", fontsize=8, color="white", padding=-14)
     now = data["emitted"] / data["verify"]
-    by_k.axhline(now, color="0.4", lw=1, ls="--")
-    by_k.text(-0.4, now, f"k = 5, measured and trimmed: {now:.2f}", fontsize=8, va="bottom")
-    by_k.set(ylim=(1, None), xlabel="k", title="acceptance length for every k")
+    by_k.axhline(now, color="0.2", lw=1, ls="--")
+    by_k.set(
+        ylim=(1, None),
+        xlabel=f"k (dashed: measured, trimmed, {now:.2f})",
+        title="acceptance length for every k",
+    )
 
     images.mkdir(parents=True, exist_ok=True)
     figure.savefig(images / "acceptance.png", dpi=110, metadata={"Software": None})

@@ -58,9 +58,16 @@ class Told(NamedTuple):
 
 def judge(reports: Iterable[GenerationReport], *, speculation: bool | None) -> list[Told]:
     """Sort a batch by generation, and judge each by what the batch says of it."""
-    by_identity: dict[Identity, list[GenerationReport]] = {}
+    by_identity: dict[Identity, list[GenerationReport] | tuple[GenerationReport]] = {}
     for report in reports:
-        by_identity.setdefault((report.session_id, report.generation_id), []).append(report)
+        identity = (report.session_id, report.generation_id)
+        others = by_identity.get(identity)
+        if others is None:
+            by_identity[identity] = (report,)  # as good as always: a list for each would double what a batch takes
+        elif isinstance(others, list):
+            others.append(report)
+        else:
+            by_identity[identity] = [*others, report]
     told = []
     for identity, its in by_identity.items():
         ordered = its if len(its) == 1 else in_order(its)
@@ -73,6 +80,13 @@ def take_all(
     state: Running | Finished, reports: Sequence[GenerationReport], *, speculation: bool | None
 ) -> Outcome | None:
     """Take reports in this order; None if any of them is a conflict. `state` itself may be changed either way."""
+    if len(reports) == 1:
+        verdict = state.take(reports[0], speculation=speculation)
+        if isinstance(verdict, Addition):
+            if verdict.report.finished and isinstance(state, Running):
+                state = state.finish(verdict.report)
+            return Outcome((verdict,), state, 0)
+        return None if verdict == names.CONFLICT else Outcome((), state, int(verdict == names.DUPLICATE))
     additions: list[Addition] = []
     duplicates = 0
     for report in reports:
@@ -151,6 +165,7 @@ def ascending(reports: Sequence[GenerationReport]) -> list[GenerationReport] | N
 
 _FIELD: Final = {metric: COUNT_FIELDS.index(field) for field, metric in METRIC_OF_FIELD.items()}
 _HALVES: Final = {ratio: (_FIELD[above], _FIELD[below]) for ratio, (above, below) in names.RATIOS.items()}
+_MEANS: Final = tuple((ratio, _HALVES[ratio]) for ratio in names.PER_SAMPLE.values())
 
 _UNIT: Final = 53
 """A sample's ratio is rounded to this many binary places, finer than a float's own: sums are exact in any order."""
@@ -347,15 +362,15 @@ def _samples(batch: Iterable[Told]) -> dict[object, Pairs]:
         if all(report.counts.completion == 0 for report in told.reports):
             continue  # no generation, so no sample's either
         pairs = _pairs(told.outcome)
-        for sample in {told.identity if report.sample_id is None else report.sample_id for report in told.reports}:
-            others = samples.setdefault(sample, pairs)
-            if others is not pairs:
-                samples[sample] = {
-                    ratio: (above + others[ratio][0], below + others[ratio][1])
-                    for ratio, (above, below) in pairs.items()
-                    if ratio in others
-                }
+        ids = [told.identity if report.sample_id is None else report.sample_id for report in told.reports]
+        for sample in ids if len(ids) == 1 else set(ids):
+            others = samples.get(sample)
+            samples[sample] = pairs if others is None else _added(pairs, others)
     return samples
+
+
+def _added(one: Pairs, two: Pairs) -> Pairs:
+    return {ratio: (one[ratio][0] + two[ratio][0], one[ratio][1] + two[ratio][1]) for ratio in one if ratio in two}
 
 
 def _pairs(outcome: Outcome | None) -> Pairs:
@@ -363,14 +378,16 @@ def _pairs(outcome: Outcome | None) -> Pairs:
         return {}
     covered = outcome.additions[-1].covered or ()
     pairs: Pairs = {}
-    for ratio in names.PER_SAMPLE.values():
+    for ratio, (above, below) in _MEANS:
         if ratio in covered:
-            above, below = _HALVES[ratio]
-            pairs[ratio] = (
-                sum(addition.counts[above] or 0 for addition in outcome.additions),
-                sum(addition.counts[below] or 0 for addition in outcome.additions),
-            )
+            pairs[ratio] = (_sum_of(outcome.additions, above), _sum_of(outcome.additions, below))
     return pairs
+
+
+def _sum_of(additions: Sequence[Addition], field: int) -> int:
+    if len(additions) == 1:
+        return additions[0].counts[field] or 0
+    return sum(addition.counts[field] or 0 for addition in additions)
 
 
 def _sum_over(samples: Iterable[Pairs], ratio: str) -> int | None:

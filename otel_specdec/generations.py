@@ -7,7 +7,7 @@ A report costs some microseconds, a state some hundred bytes and the numbers of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from otel_specdec import names
 from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, GenerationReport, SpecCounts, counts_of, ratios_holding
@@ -56,15 +56,19 @@ class Finished(NamedTuple):
         return None  # late
 
 
+_UNKNOWN: Final[tuple[int | None, ...]] = (None,) * len(COUNT_FIELDS)
+_ZEROS: Final[tuple[int | None, ...]] = (0,) * len(COUNT_FIELDS)
+
+
 class Running:
     """What is known of a generation that has not finished; a new one starts at known zeros."""
 
-    __slots__ = ("_accepted_by_position", "_added", "_holding", "_known", "_proposed_by_position")
+    __slots__ = ("_accepted_by_position", "_added", "_holding", "_last", "_proposed_by_position")
 
     def __init__(self) -> None:
-        # By COUNT_FIELDS: what was added (None: never reported), and whether the last report knew it.
-        self._added: tuple[int | None, ...] = (None,) * len(COUNT_FIELDS)
-        self._known: tuple[bool, ...] = (True,) * len(COUNT_FIELDS)
+        # By COUNT_FIELDS: what was added (None: never reported), and what the last report knew.
+        self._added = _UNKNOWN
+        self._last = _ZEROS
         self._holding = ALL_RATIOS  # the ratios that held in every increment so far
         self._accepted_by_position: Sequence[int] = ()
         self._proposed_by_position: Sequence[int] = ()
@@ -72,7 +76,7 @@ class Running:
     @property
     def begun(self) -> bool:
         """Whether a report has added anything yet."""
-        return any(value is not None for value in self._added)
+        return self._added is not _UNKNOWN
 
     def copy(self) -> Running:
         """A state of its own that knows the same."""
@@ -90,14 +94,15 @@ class Running:
                 begins only where it is.
         """
         counts = counts_of(report.counts)
-        if not self.begun:
+        if self._added is _UNKNOWN:
             if not (report.counts.knows_drafts or speculation):
                 return None
             if not report.finished and not any(counts):
                 return None  # late
             if report.counts.completion == 0:
                 return None  # ended, or stands, before its first token: no generation (yet)
-            holding, differences = ratios_holding(report.counts), counts
+            holding = self._holding = ratios_holding(report.counts)
+            differences = self._added = counts
         else:
             changes = [new - (old or 0) for new, old in zip(counts, self._added, strict=True) if new is not None]
             if not report.finished and not any(change > 0 for change in changes):
@@ -110,18 +115,19 @@ class Running:
                 None if new is None else new - (old or 0) for new, old in zip(counts, self._added, strict=True)
             )
             # A half of a ratio counts only where it was known at both ends of the increment.
-            judged = (diff if known else None for diff, known in zip(differences, self._known, strict=True))
+            judged = (None if last is None else diff for diff, last in zip(differences, self._last, strict=True))
             holding = ratios_holding(SpecCounts(*judged))
-        self._holding &= holding
-        self._added = tuple(old if new is None else new for new, old in zip(counts, self._added, strict=True))
-        self._known = tuple(new is not None for new in counts)
+            self._holding &= holding
+            self._added = tuple(old if new is None else new for new, old in zip(counts, self._added, strict=True))
+        self._last = counts
         covered = self._holding if report.finished else None
         return Addition(report, differences, holding, self._positions(report), covered)
 
     def finish(self, final: GenerationReport) -> Finished:
         """What to remember once `final` was taken."""
-        known = SpecCounts(*self._added)
-        return Finished(final.counts, final.counts if known == final.counts else known)
+        # Most generations have one report: nothing is made twice for them.
+        known = final.counts if self._added == self._last else SpecCounts(*self._added)
+        return Finished(final.counts, known)
 
     def _positions(self, report: GenerationReport) -> tuple[Sequence[int], Sequence[int]] | None:
         """What the positions add since they were last known and consistent, both halves together or neither."""

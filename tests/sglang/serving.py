@@ -90,8 +90,10 @@ class Serving:
         self.seen |= {answer["meta_info"]["id"] for answer in answers}
         return answers
 
-    def stream(self, prompt: str, *, hang_up_after: int | None = None, **request: Any) -> list[Any]:
-        """The parts of a streamed answer; the client may hang up in the middle."""
+    def stream(
+        self, prompt: str, *, hang_up_after: int | None = None, abort_after: int | None = None, **request: Any
+    ) -> list[Any]:
+        """The parts of a streamed answer; the client may hang up after so many, or have the request aborted."""
         sampling = {**GREEDY, **request.pop("sampling", {})}
         connection = http.client.HTTPConnection(LOOPBACK, self.server.port, timeout=120)
         try:
@@ -102,6 +104,8 @@ class Serving:
                 if line.startswith(b"data: {"):
                     parts.append(json.loads(line[6:]))
                     self.seen.add(parts[-1]["meta_info"]["id"])
+                    if len(parts) == abort_after:
+                        self.post("/abort_request", {"rid": parts[-1]["meta_info"]["id"]})
                     if len(parts) == hang_up_after:
                         break
             return parts

@@ -82,14 +82,7 @@ def test_a_stop_token_inside_an_accepted_run(served: Serving, models: Models) ->
 
 def test_an_abort_while_it_runs(served: Serving) -> None:
     before = served.totals()
-    parts: list[Any] = []
-    stream = threading.Thread(
-        target=lambda: parts.extend(served.stream("the cat", rid="abort-me", sampling={"max_new_tokens": 400}))
-    )
-    stream.start()
-    time.sleep(1)
-    served.post("/abort_request", {"rid": "abort-me"})
-    stream.join(60)
+    parts = served.stream("the cat", abort_after=2, sampling={"max_new_tokens": 400})
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     expect(served, before, [parts[-1]])
 

@@ -25,15 +25,15 @@ def in_threads(work: Callable[[int], None], threads: int = 32) -> None:
     start = threading.Barrier(threads)
 
     def at_once(number: int) -> None:
-        start.wait(timeout=30)
+        start.wait(timeout=60)
         work(number)
 
     with switching_often(), ThreadPoolExecutor(threads) as pool:
-        list(pool.map(at_once, range(threads), timeout=30))
+        list(pool.map(at_once, range(threads), timeout=60))
 
 
 class Yielding(str):
-    """An id that lets other threads run whenever it is looked up."""
+    """A string that lets other threads run whenever it is looked up."""
 
     __slots__ = ()
 

@@ -155,7 +155,10 @@ print(json.dumps(in_child(work)))
     assert (born, accepted) == ([0], 3)
 
 
-@pytest.mark.parametrize("lock", ["recorder._lock", "pool_for(provider)._lock", "pool_for(provider)._draining"])
+@pytest.mark.parametrize(
+    "lock",
+    ["recorder._lock", "recorder._sums._lock", "pool_for(provider)._lock", "pool_for(provider)._draining"],
+)
 def test_a_child_does_not_wait_for_a_lock_that_a_thread_of_the_parent_held(lock: str) -> None:
     accepted = value(f"""
 recorder = SpecDecRecorder(provider)

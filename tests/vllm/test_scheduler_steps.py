@@ -267,7 +267,7 @@ def test_a_reused_id_is_a_new_generation(sync: Rig) -> None:
 @needs(Feature.FAILED_GRAMMARS)
 def test_a_request_that_fails_in_the_engine_is_settled_once(sync: Rig) -> None:
     start(sync, "a", "b")
-    sync.scheduler.grammar_compile_error_reqs.add("a")
+    versions.fail(sync.scheduler, "a")
     # The step gives `a` a token, then the request fails, in one call: two outputs of one request.
     sync.draft("a", "b")
     sync.step({"a": BLOCK, "b": BLOCK})

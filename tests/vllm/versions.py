@@ -244,6 +244,15 @@ def refuse_drafts(scheduler: Any, step: Any, drafts: Mapping[str, list[int]], va
         scheduler.update_draft_token_ids_in_output(DraftTokenIds(list(drafts), list(drafts.values())), step)
 
 
+def fail(scheduler: Any, request_id: str) -> None:
+    """Let a request fail in the next step, as one does whose grammar does not compile."""
+    errors = scheduler.grammar_compile_error_reqs
+    if isinstance(errors, set):
+        errors.add(request_id)
+    else:  # 0.33 on
+        errors[request_id] = None
+
+
 def preempt(scheduler: Any, request_id: str) -> None:
     """Put a running request back into the queue, as the scheduler does where blocks run out."""
     request = scheduler.requests[request_id]
