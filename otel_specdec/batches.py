@@ -1,14 +1,14 @@
 """A batch of reports handed over at once: judged before anything is counted, and its summary for an experiment tracker.
 
 Free of OpenTelemetry, of locks and of any memory of earlier batches. Runs in the caller's thread; a report costs some
-microseconds, and a batch as much memory as its reports again at most. The summary itself holds sums alone.
+ten microseconds and, until the batch is counted, as much memory as it takes itself. The summary holds sums alone.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -56,8 +56,8 @@ class Told(NamedTuple):
     outcome: Outcome | None
 
 
-def judge(reports: Iterable[GenerationReport], *, speculation: bool | None) -> list[Told]:
-    """Sort a batch by generation, and judge each by what the batch says of it."""
+def judge(reports: Iterable[GenerationReport], *, speculation: bool | None) -> Iterator[Told]:
+    """Sort a batch by generation, and judge each by what the batch says of it, in the order of their first reports."""
     by_identity: dict[Identity, list[GenerationReport] | tuple[GenerationReport]] = {}
     for report in reports:
         identity = (report.session_id, report.generation_id)
@@ -68,12 +68,10 @@ def judge(reports: Iterable[GenerationReport], *, speculation: bool | None) -> l
             others.append(report)
         else:
             by_identity[identity] = [*others, report]
-    told = []
     for identity, its in by_identity.items():
         ordered = its if len(its) == 1 else in_order(its)
         outcome = None if ordered is None else take_all(Running(), ordered, speculation=speculation)
-        told.append(Told(identity, ordered or its, len(its), outcome))
-    return told
+        yield Told(identity, ordered or its, len(its), outcome)
 
 
 def take_all(
@@ -165,7 +163,6 @@ def ascending(reports: Sequence[GenerationReport]) -> list[GenerationReport] | N
 
 _FIELD: Final = {metric: COUNT_FIELDS.index(field) for field, metric in METRIC_OF_FIELD.items()}
 _HALVES: Final = {ratio: (_FIELD[above], _FIELD[below]) for ratio, (above, below) in names.RATIOS.items()}
-_MEANS: Final = tuple((ratio, _HALVES[ratio]) for ratio in names.PER_SAMPLE.values())
 
 _UNIT: Final = 53
 """A sample's ratio is rounded to this many binary places, finer than a float's own: sums are exact in any order."""
@@ -317,88 +314,109 @@ class BatchSummary:
         )
 
 
-def summarize(batch: Sequence[Told], tally: Tally, reports: int) -> BatchSummary:
-    """The summary of a batch of so many reports, of which `tally` holds every addition."""
-    totals: dict[str, int] = {}
-    numerators, denominators = dict.fromkeys(names.RATIOS, 0), dict.fromkeys(names.RATIOS, 0)
-    for (_, holding), row in tally.counts.items():
-        for field, value in zip(COUNT_FIELDS, row, strict=True):
-            if value is not None:
-                totals[field] = totals.get(field, 0) + value
-        for ratio in holding:
-            above, below = _HALVES[ratio]
-            numerators[ratio] += row[above] or 0
-            denominators[ratio] += row[below] or 0
-    covered = dict.fromkeys(names.RATIOS, 0)
-    for (_, ratios), number in tally.generations.items():
-        for ratio in ratios:
-            covered[ratio] += number
-    samples = _samples(batch)
-    return BatchSummary(
-        totals=totals,
-        numerators=numerators,
-        denominators=denominators,
-        covered=covered,
-        generations=sum(tally.generations.values()),
-        reports=reports,
-        duplicates=sum(told.outcome.duplicates for told in batch if told.outcome is not None),
-        conflicts=sum(told.outcome is None for told in batch),
-        samples=len(samples),
-        sample_sums={
-            mean: total
-            for mean, ratio in names.PER_SAMPLE.items()
-            if (total := _sum_over(samples.values(), ratio)) is not None
-        },
-    )
+class Summing:
+    """Adds up a batch generation by generation, and gives its summary; no generation is kept."""
+
+    def __init__(self) -> None:
+        self._tally = Tally()
+        self._duplicates = self._conflicts = 0
+        self._samples = _Samples()
+
+    def add(self, told: Told) -> None:
+        """Add what the batch tells of one generation."""
+        if told.outcome is None:
+            self._conflicts += 1
+        else:
+            for addition in told.outcome.additions:
+                self._tally.add(addition)
+            self._duplicates += told.outcome.duplicates
+        if any(report.counts.completion != 0 for report in told.reports):  # else no generation, so no sample's either
+            self._samples.add(told)
+
+    def summary(self, reports: int) -> BatchSummary:
+        """The summary of all that was added, which came in so many reports."""
+        totals: dict[str, int] = {}
+        numerators, denominators = dict.fromkeys(names.RATIOS, 0), dict.fromkeys(names.RATIOS, 0)
+        for (_, holding), row in self._tally.counts.items():
+            for field, value in zip(COUNT_FIELDS, row, strict=True):
+                if value is not None:
+                    totals[field] = totals.get(field, 0) + value
+            for ratio in holding:
+                above, below = _HALVES[ratio]
+                numerators[ratio] += row[above] or 0
+                denominators[ratio] += row[below] or 0
+        covered = dict.fromkeys(names.RATIOS, 0)
+        for (_, ratios), number in self._tally.generations.items():
+            for ratio in ratios:
+                covered[ratio] += number
+        samples, sample_sums = self._samples.sums()
+        return BatchSummary(
+            totals=totals,
+            numerators=numerators,
+            denominators=denominators,
+            covered=covered,
+            generations=sum(self._tally.generations.values()),
+            reports=reports,
+            duplicates=self._duplicates,
+            conflicts=self._conflicts,
+            samples=samples,
+            sample_sums=sample_sums,
+        )
 
 
-Pairs = dict[str, tuple[int, int]]
-"""By ratio, a sample's own sums of both halves; without a ratio whose pair is not complete."""
+Pair = tuple[int, int] | None
+"""A sample's own sums of both halves of a ratio; None where one of its generations lacks the complete pair."""
 
 
-def _samples(batch: Iterable[Told]) -> dict[object, Pairs]:
-    samples: dict[object, Pairs] = {}
-    for told in batch:
-        if all(report.counts.completion == 0 for report in told.reports):
-            continue  # no generation, so no sample's either
-        pairs = _pairs(told.outcome)
-        ids = [told.identity if report.sample_id is None else report.sample_id for report in told.reports]
+class _Samples:
+    """The sums behind the means over samples: each sample's quotients, and those of samples that may still grow."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[Pair]] = {}
+        self._number = 0  # of samples of one generation, whose quotients are in the sums already
+        self._sums: list[int | None] = [0] * len(names.PER_SAMPLE)
+
+    def add(self, told: Told) -> None:
+        pairs = [_pair(told.outcome, ratio) for ratio in names.PER_SAMPLE.values()]
+        ids = [report.sample_id for report in told.reports]
         for sample in ids if len(ids) == 1 else set(ids):
-            others = samples.get(sample)
-            samples[sample] = pairs if others is None else _added(pairs, others)
-    return samples
+            if sample is None:
+                self._number += 1
+                self._sums = _plus_quotients(self._sums, pairs)
+            elif (others := self._open.get(sample)) is None:
+                self._open[sample] = pairs
+            else:
+                self._open[sample] = [
+                    None if one is None or two is None else (one[0] + two[0], one[1] + two[1])
+                    for one, two in zip(pairs, others, strict=True)
+                ]
+
+    def sums(self) -> tuple[int, dict[str, int]]:
+        """The number of samples, and the sum of each mean that exists for all of them, in units of 2**-53."""
+        sums = self._sums
+        for pairs in self._open.values():
+            sums = _plus_quotients(sums, pairs)
+        by_mean = zip(names.PER_SAMPLE, sums, strict=True)
+        return self._number + len(self._open), {mean: total for mean, total in by_mean if total is not None}
 
 
-def _added(one: Pairs, two: Pairs) -> Pairs:
-    return {ratio: (one[ratio][0] + two[ratio][0], one[ratio][1] + two[ratio][1]) for ratio in one if ratio in two}
-
-
-def _pairs(outcome: Outcome | None) -> Pairs:
-    if outcome is None or not outcome.additions:
-        return {}
-    covered = outcome.additions[-1].covered or ()
-    pairs: Pairs = {}
-    for ratio, (above, below) in _MEANS:
-        if ratio in covered:
-            pairs[ratio] = (_sum_of(outcome.additions, above), _sum_of(outcome.additions, below))
-    return pairs
-
-
-def _sum_of(additions: Sequence[Addition], field: int) -> int:
+def _pair(outcome: Outcome | None, ratio: str) -> Pair:
+    additions = outcome.additions if outcome is not None else ()
+    if not additions or ratio not in (additions[-1].covered or ()):
+        return None
+    above, below = _HALVES[ratio]
     if len(additions) == 1:
-        return additions[0].counts[field] or 0
-    return sum(addition.counts[field] or 0 for addition in additions)
+        counts = additions[0].counts
+        return counts[above] or 0, counts[below] or 0
+    return sum(each.counts[above] or 0 for each in additions), sum(each.counts[below] or 0 for each in additions)
 
 
-def _sum_over(samples: Iterable[Pairs], ratio: str) -> int | None:
-    """The sum of the samples' quotients in units of 2**-53, None where one of them does not exist."""
-    total = 0
-    for pairs in samples:
-        above, below = pairs.get(ratio, (0, 0))
-        if not below:
-            return None
-        total += ((above << _UNIT + 1) // below + 1) >> 1  # rounded, half up
-    return total
+def _plus_quotients(sums: list[int | None], pairs: list[Pair]) -> list[int | None]:
+    """The sums with a sample's quotients added in units of 2**-53, rounded; None from where one does not exist."""
+    return [
+        None if total is None or pair is None or not pair[1] else total + (((pair[0] << _UNIT + 1) // pair[1] + 1) >> 1)
+        for total, pair in zip(sums, pairs, strict=True)
+    ]
 
 
 def _summed(one: Mapping[str, int], two: Mapping[str, int]) -> dict[str, int]:

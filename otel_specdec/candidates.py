@@ -62,7 +62,7 @@ class Candidates(Generic[C]):
         return self._live > 0
 
     def entering(self, orders: Sequence[float]) -> Sequence[int]:
-        """Of so many births, with these random numbers drawn before: which may get a place, by index. Others get none."""
+        """Which of so many births, with these random numbers drawn before, may get a place; others get none."""
         if len(self._young) < self._free:
             return range(len(orders))
         if not self._young:

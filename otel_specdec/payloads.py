@@ -120,9 +120,9 @@ def reports_from_payload(
 ) -> list[GenerationReport]:
     """One report for each generation that a response tells about. Never raises for what the payload says.
 
-    With several choices (n > 1, several prompts) each is a generation of its own, `<id>#<index>`. A usage summed over
-    them belongs to none of them: their completion is unknown, and so are their drafts, unless the engine gives each
-    choice its own (SGLang: `choices[].meta_info`, or `sglext.spec_tokens_details` as a list).
+    With several choices (n > 1, several prompts) each is a generation of its own, `<id>#<choice>` (`split_choice`). A
+    usage summed over them belongs to none of them: their completion is unknown, and so are their drafts, unless the
+    engine gives each choice its own (SGLang: `choices[].meta_info`, or `sglext.spec_tokens_details` as a list).
 
     Chunks of a streamed response that hold no counters give no report, and the one with the usage gives the final
     report. Where a stream spreads its counters over several chunks (SGLang's OpenAI endpoints), or has several choices,
@@ -141,6 +141,16 @@ def reports_from_payload(
     found = read_safely(payload, session_id=session_id, generation_id=generation_id)
     warn_of(found.problem or found.unidentified)
     return found.reports
+
+
+def split_choice(generation_id: str) -> tuple[str, str | None]:
+    """The response's id and the choice, of an id that `reports_from_payload` made for one of several choices.
+
+    The choice is `<prompt>.<child>`, as in the exemplars of an engine, where the response shows that it has one prompt:
+    every chat, and SGLang's list of details. Elsewhere it is the choice's index, which is the prompt's unless n > 1.
+    """
+    response_id, mark, choice = generation_id.rpartition("#")
+    return (response_id, choice) if mark and choice.replace(".", "", 1).isdecimal() else (generation_id, None)
 
 
 class Read(NamedTuple):
@@ -245,9 +255,10 @@ def _read_message(message: object, session_id: str | None, generation_id: str | 
     # Of a response without draft counters only the form tells the engine, and only SGLang's has a form of its own.
     native = "sglang" if get(message, "meta_info") is not None else None
     provider = next((reading.provider for reading in readings if reading.provider), native)
+    one_prompt = bool(listed) or _is_chat(message)
     reports = [
         GenerationReport(
-            base if len(readings) == 1 else f"{base}#{index}",
+            base if len(readings) == 1 else f"{base}#0.{index}" if one_prompt else f"{base}#{index}",
             reading.counts,
             session_id=session_id,
             model=model,
@@ -326,6 +337,10 @@ def _completion(message: object) -> int | None:
 def _choices(message: object) -> Sequence[object] | None:
     choices = get(message, "choices")
     return choices if isinstance(choices, (list, tuple)) else None
+
+
+def _is_chat(message: object) -> bool:
+    return str(get(message, "object", "")).startswith("chat.")
 
 
 def _is_report(message: object, choices: Sequence[object] | None, counts: SpecCounts) -> bool:

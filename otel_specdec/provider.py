@@ -176,7 +176,6 @@ def _at_exit(flusher: Flusher) -> None:
     The SDK does so by `atexit`, which a forked `multiprocessing` child does not run (it ends by `os._exit`): there, and
     there only, an application's own provider is flushed too, since nobody else would.
     """
-
     import multiprocessing  # here: it is some ms, and only engines need it
     from multiprocessing.util import Finalize
 

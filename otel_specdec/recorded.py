@@ -19,6 +19,7 @@ from otel_specdec import names
 from otel_specdec.batches import Identity
 from otel_specdec.candidates import PICKS, Candidate, Candidates
 from otel_specdec.engines import Picked, TraceIds
+from otel_specdec.payloads import split_choice
 from otel_specdec.sums import Harvest, Pick, Pool, Series
 from otel_specdec.tally import Tally
 
@@ -113,11 +114,13 @@ class RecordedSums:
 
     def _pick(self, followed: _Followed) -> Pick:
         session, generation = followed.identity
+        response_id, choice = split_choice(generation)
         positions = (names.Metric.POSITION_ACCEPTED, names.Metric.POSITION_PROPOSED)
         sums = followed.share.sums(self._pool.recorder_process)
         share = [(series, value) for series, value in sums if series.metric not in positions]
         picked = Picked(
-            response_id=generation,
+            response_id=response_id,
+            choice=choice,
             finished_unix_nano=followed.finished_unix_nano,
             order=followed.order,
             increments=(),

@@ -35,6 +35,8 @@ class StreamedResponse:
             # The first: SGLang gives the chunks of each choice an id of their own.
             if (value := get(message, name)) is not None:
                 self._kept.setdefault(name, value)
+        if isinstance(form := get(message, "object"), str):
+            self._kept["object"] = form.removesuffix(".chunk")  # put together, it is none
         for name in _COUNTERS:
             if (value := get(message, name)) is not None:
                 self._kept[name] = value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from operator import attrgetter
 from typing import Final
 
@@ -66,20 +67,6 @@ class Tally:
                 for position, value in enumerate(values[: names.MAX_POSITIONS]):
                     half[position] += value
 
-    def update(self, other: Tally) -> None:
-        """Add all that another tally holds."""
-        for key, row in other.counts.items():
-            mine = self.counts.setdefault(key, list(_NO_COUNTS))
-            for i, value in enumerate(row):
-                if value is not None:
-                    mine[i] = (mine[i] or 0) + value
-        self.generations.update(other.generations)
-        for attributes, halves in other.positions.items():
-            both = zip(self.positions.setdefault(attributes, (Counter(), Counter())), halves, strict=True)
-            for half, more in both:
-                half.update(more)
-        self.dropped.update(other.dropped)
-
     def sums(self, process: str) -> Iterator[tuple[Series, int]]:
         """The sums by series, of counters that are of source `response`; `process` is the value of `names.PROCESS`."""
         for (attributes, holding), row in self.counts.items():
@@ -110,5 +97,6 @@ def _point(attributes: Attributes, process: str) -> dict[str, AttributeValue | N
     }
 
 
+@lru_cache(maxsize=2048)  # a recorder asks for the same few for every report
 def _series(metric: Metric, attributes: Attributes, holding: Holding, process: str) -> Series:
     return Series.of(metric, {**_point(attributes, process), names.RATIO_SET: names.ratio_set(metric, holding)})

@@ -3,8 +3,8 @@
     with SglangServer(model, instrument=True, env=otlp_environment(...)) as server:
         ...
 
-`instrument` puts `opentelemetry-instrument` in front, which is all that a server needs for our counters. A model, its device
-and its drafting are the caller's, in `extra_args`.
+`instrument` puts `opentelemetry-instrument` in front, which is all that a server needs for our counters. A model, its
+device and its drafting are the caller's, in `extra_args`.
 """
 
 from __future__ import annotations

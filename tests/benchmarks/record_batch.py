@@ -4,9 +4,9 @@
 
 The same generations, as reports and as the `SpecInfo` objects of slime and miles: that mean is a division for each
 sample and knows neither duplicates nor coverage. Beside them, what it takes to read the counters from a response in the
-first place. The variants take turns, round after round; the figures are medians, the spread is the quartiles. Memory is
-that of `tracemalloc`: the highest point above the reports themselves, and what the recorder keeps afterwards. Needs the
-environment `dev`; it is not a test, and no test looks at a clock.
+first place. The variants take turns, round after round; the figures are medians of this process's CPU time, the spread
+is the quartiles. Memory is that of `tracemalloc`: the highest point above the reports themselves, and what the recorder
+keeps afterwards. Needs the environment `dev`; it is not a test, and no test looks at a clock.
 """
 
 from __future__ import annotations
@@ -81,13 +81,15 @@ def recorder(remembered: int) -> SpecDecRecorder:
 
 def timed(call: Callable[[], object]) -> float:
     gc.collect()
-    start = time.perf_counter()
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.record_batch", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.record_batch", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--reports", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
@@ -95,7 +97,9 @@ def main() -> None:
 
     counts = generations(number)
     reports = [
-        GenerationReport(f"{n:032x}", each, session_id=f"step {n // 512}", sample_id=str(n // 4), model="m", provider="sglang")
+        GenerationReport(
+            f"{n:032x}", each, session_id=f"step {n // 512}", sample_id=str(n // 4), model="m", provider="sglang"
+        )
         for n, each in enumerate(counts)
     ]
     twice = reports[: number // 2] * 2

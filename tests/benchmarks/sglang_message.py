@@ -2,11 +2,12 @@
 
     python -m tests.benchmarks.sglang_message [--messages 3000] [--rows 1 32 256]
 
-The real manager of the installed SGLang with messages that a scheduler would send, in three kinds of traffic: `running` (every
-row of every message is a running generation: streaming), `lives` (generations of eight messages: begin, run, finish), and
-`one message` (each generation is told by its last message alone: what is not streamed). Both variants handle equal
-messages one after the other, in changing order; the figures are medians, and the spread is that of the medians of ten equal
-parts. A collection comes every 1,000 messages (some 20 s of a busy engine; the SDK's default is 60 s). Needs the environment `sglang`; it is not a test, and no test looks at a clock.
+The real manager of the installed SGLang with messages that a scheduler would send, in three kinds of traffic: `running`
+(every row of every message is a running generation: streaming), `lives` (generations of eight messages: begin, run,
+finish), and `one message` (each generation is told by its last message alone: what is not streamed). Both variants
+handle equal messages one after the other, in changing order; the figures are medians, and the spread is that of the
+medians of ten equal parts. A collection comes every 1,000 messages (some 20 s of a busy engine; the SDK's default is 60
+s). Needs the environment `sglang`; it is not a test, and no test looks at a clock.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def measure(
     kind: str, rows: int, messages: int, settings: dict[str, Any], *, stream: bool
 ) -> tuple[list[float], list[float]]:
     """Seconds of each message, plain and hooked."""
-    plain, hooked = [], []
+    plain: list[float] = []
+    hooked: list[float] = []
     with Rig(**settings) as rig:
         method = type(rig.manager)._handle_batch_output
         original = method._otel_specdec_original

@@ -1,7 +1,8 @@
 """SGLang's real `TokenizerManager` without an engine: messages that a scheduler would have sent, one by one.
 
-Real are the class and its response path, its message classes, `ReqState`, `GenerateReqInput` and the configuration; made here
-are the attributes that need sockets, a tokenizer or processes. What a test says in a message is what the scheduler would say.
+Real are the class and its response path, its message classes, `ReqState`, `GenerateReqInput` and the configuration;
+made here are the attributes that need sockets, a tokenizer or processes. What a test says in a message is what the
+scheduler would say.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from tests.unit.collected import Meter
 
 LENGTH = {"type": "length", "length": 100}
 ABORT = {"type": "abort", "message": "Aborted"}
-NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
-CHAIN = {
+NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+CHAIN: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
     "speculative_eagle_topk": 1,
     "speculative_num_steps": 3,

@@ -1,13 +1,13 @@
-"""The response path of released SGLang versions, from their wheels: message classes and the methods of `TokenizerManager`.
+"""The response path of released SGLang versions, from their wheels: message classes, methods of `TokenizerManager`.
 
-Old versions do not import here (other torch, other kernels). So their wheels are fetched from the registry, once, into the
-ignored build folder, and of two files those classes and methods are taken that a message passes through. They are that
-version's own code and run as they stand; whatever else they name (loggers, metrics, tracing) is a mock.
+Old versions do not import here (other torch, other kernels). So their wheels are fetched from the registry, once, into
+the ignored build folder, and of two files those classes and methods are taken that a message passes through. They are
+that version's own code and run as they stand; whatever else they name (loggers, metrics, tracing) is a mock.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import builtins
 import dataclasses
@@ -32,8 +32,10 @@ INSTALLED = "installed"
 def sources(version: str) -> dict[str, str]:
     """The two files of a version's wheel, or of the SGLang that is installed here."""
     if version == INSTALLED:
-        (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr]  # it is installed
-        folder = Path(package).parent / FOLDER
+        spec = find_spec("sglang")
+        assert spec is not None
+        assert spec.origin is not None
+        folder = Path(spec.origin).parents[1] / FOLDER
     else:
         folder = CACHE / version
         if not all((folder / name).exists() for name in FILES):
@@ -45,8 +47,8 @@ def _fetch(version: str, folder: Path) -> None:
     tools = Path(sys.prefix).parent / "tools/bin/python"  # uv's environments have no pip, the one that holds uv has
     python = tools if tools.exists() else Path(getattr(sys, "_base_executable", sys.executable))
     with tempfile.TemporaryDirectory() as there:
-        command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", there]
-        subprocess.run([*command, f"sglang=={version}"], check=True, timeout=300)
+        command = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--dest", there, f"sglang=={version}"], check=True, timeout=300)
         (wheel,) = Path(there).glob("*.whl")
         folder.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(wheel) as opened:
@@ -85,7 +87,7 @@ def _module(name: str, nodes: list[ast.stmt], given: dict[str, Any]) -> types.Mo
     sys.modules[name] = module
     flags = __future__.annotations.compiler_flag
     code = compile(ast.fix_missing_locations(ast.Module(nodes, [])), name, "exec", flags=flags, dont_inherit=True)
-    exec(code, vars(module))  # noqa: S102  # a released version's own classes
+    exec(code, vars(module))  # a released version's own classes
     return module
 
 

@@ -48,7 +48,7 @@ def arguments(**settings: Any) -> list[str]:
 
 
 def told(answers: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """What the final answers say of themselves, summed; a generation that ended at the prefill says nothing of drafts."""
+    """What final answers say of themselves, summed; one that ended at the prefill says nothing of drafts."""
     sums = dict.fromkeys(("accepted", "verify", "completion", "emitted", "generations"), 0)
     for answer in answers:
         meta = answer["meta_info"]

@@ -1,4 +1,4 @@
-"""The real offline `sglang.Engine` in this process, with retractions forced in its scheduler: counters against answers."""
+"""The real offline `sglang.Engine` in this process, with forced retractions: counters against answers."""
 
 from __future__ import annotations
 

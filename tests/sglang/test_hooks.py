@@ -1,4 +1,4 @@
-"""The hooks themselves: put on once, taken off again, never in SGLang's way; and collections in the middle of messages."""
+"""The hooks themselves: put on once, taken off again, never in SGLang's way; collections in the middle of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Released versions, from 0.4.6 to the one that is installed: what each one can tell, on its own classes and methods."""
+"""Released versions, from 0.4.6 to the one that is installed: what each can tell, on its own classes and methods."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class Released:
         values = {
             "completion_tokens": [10],
             "spec_verify_ct": [4],
-            **dict.fromkeys(NAMES, [6]),
-            **dict.fromkeys(HISTOGRAMS, [[1, 1, 1, 1]]),
+            **{name: [6] for name in NAMES},
+            **{name: [[1, 1, 1, 1]] for name in HISTOGRAMS},
             "retraction_counts": [0],
             **columns,
         }
@@ -196,7 +196,14 @@ def test_partial_messages_and_the_end_of_a_request_without_one(version: str) -> 
     assert version != "0.5.9" or released.manager.rid_to_state["a"].finished
     assert released.meter.totals()["generations"] == 1
     released.add("a")
-    released.says("a", reason={"type": "stop"}, spec_verify_ct=[1], completion_tokens=[2], **dict.fromkeys(NAMES, [0]))
+    released.says(
+        "a",
+        reason={"type": "stop"},
+        spec_verify_ct=[1],
+        completion_tokens=[2],
+        spec_num_correct_drafts=[0],
+        spec_accepted_tokens=[0],
+    )
     assert released.meter.totals()["generations"] == 2
     assert released.meter.totals()["verify"] == 5
     assert released.meter.totals()["completion"] == 12
@@ -206,7 +213,8 @@ def test_partial_messages_and_the_end_of_a_request_without_one(version: str) -> 
 def test_without_speculation_there_is_not_one_point(version: str) -> None:
     released = Released(version, speculative_algorithm=None)
     released.add("a")
-    released.says("a", spec_verify_ct=[], **dict.fromkeys((*NAMES, *HISTOGRAMS), []))
+    nothing: dict[str, Any] = {name: [] for name in (*NAMES, *HISTOGRAMS)}
+    released.says("a", spec_verify_ct=[], **nothing)
     assert released.meter.points() == []
 
 
@@ -217,7 +225,7 @@ def test_the_docs_table_is_this_one() -> None:
     for version in (*VERSIONS[:-1], newest):
         asked = INSTALLED if version == newest else version
         cells = [cell.strip() for cell in rows[version].split("|")]
-        said = {name: cell for name, cell in zip(("verify", "accepted", "proposed", "emitted"), cells, strict=False)}
+        said = dict(zip(("verify", "accepted", "proposed", "emitted"), cells, strict=False))
         assert said["verify"] == "yes"
         accepted = [case for case in CASES if "accepted" in known(asked, case)]
         assert said["accepted"] == (

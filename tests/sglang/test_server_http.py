@@ -1,4 +1,4 @@
-"""The real server under `opentelemetry-instrument`, with n-gram speculation on the CPU: counters against final answers."""
+"""The real server under `opentelemetry-instrument`, n-gram speculation on the CPU: counters against final answers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, AlwaysOnExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics import Counter as SdkCounter
-from opentelemetry.sdk.metrics.export import AggregationTemporality, InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import AggregationTemporality, InMemoryMetricReader, NumberDataPoint
 from opentelemetry.sdk.metrics.view import View
 from opentelemetry.sdk.trace import TracerProvider
 
@@ -208,12 +208,13 @@ def value_of(reader: InMemoryMetricReader, name: str) -> int:
     data = reader.get_metrics_data()
     assert data is not None
     return sum(
-        point.value  # type: ignore[union-attr]
+        int(point.value)
         for resource in data.resource_metrics
         for scope in resource.scope_metrics
         for metric in scope.metrics
         if metric.name == name
         for point in metric.data.data_points
+        if isinstance(point, NumberDataPoint)
     )
 
 

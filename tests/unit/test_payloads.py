@@ -327,6 +327,25 @@ def test_choices_with_counters_of_their_own_are_whole_generations() -> None:
     assert counts_from_payload(payload) == SpecCounts(12, 30, 10, 24)
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, ["r#0", "r#1"]),
+        ({"object": "chat.completion"}, ["r#0.0", "r#0.1"]),
+        ({"sglext": {"spec_tokens_details": [{}, {}]}}, ["r#0.0", "r#0.1"]),
+    ],
+)
+def test_the_choice_is_part_of_the_id_and_can_be_taken_off(more: dict[str, Any], expected: list[str]) -> None:
+    reports = reports_from({"id": "r", "choices": choices(2), "usage": {"completion_tokens": 9}, **more})
+    assert [report.generation_id for report in reports] == expected
+    assert [payloads.split_choice(each) for each in expected] == [("r", each.partition("#")[2]) for each in expected]
+
+
+@pytest.mark.parametrize("id_", ["cmpl-1", "a#b", "#", "", "a#", "a#1.2.3"])
+def test_an_id_without_a_choice_stays_as_it_is(id_: str) -> None:
+    assert payloads.split_choice(id_) == (id_, None)
+
+
 def details(accepted: int) -> dict[str, Any]:
     return {"spec_num_correct_drafts": accepted, "spec_num_proposed_drafts": 15, "spec_verify_ct": 5}
 

@@ -95,7 +95,7 @@ def test_several_choices_of_a_stream_are_several_generations() -> None:
     contents = [chunk(index, reason, id=f"r{index}") for reason in (None, "stop") for index in (0, 1)]
     tail = [chunk(id="r1", sglext={"spec_tokens_details": [DETAILS, DETAILS]}), chunk(id="r1", usage=USAGE)]
     reports = reports_from(streamed(contents + tail).payload)
-    assert [report.generation_id for report in reports] == ["r0#0", "r0#1"]
+    assert [report.generation_id for report in reports] == ["r0#0.0", "r0#0.1"]
     assert {report.counts for report in reports} == {SpecCounts(9, 15, 5)}
     without = reports_from(streamed([*contents, chunk(id="r1", usage=USAGE)]).payload)
     assert [report.counts for report in without] == [SpecCounts(), SpecCounts()]

@@ -53,7 +53,10 @@ class Rig:
         VLLMSpecDecInstrumentor().uninstrument()
 
     def new_scheduler(self) -> Any:
-        return versions.make_scheduler(self.name, self.config, BLOCK_SIZE)
+        return self.make(versions.scheduler_class(self.name))
+
+    def make(self, kind: Any) -> Any:
+        return versions.make_scheduler(kind, self.config, BLOCK_SIZE)
 
     def add(self, request_id: str, *, max_tokens: int = 1000, prompt: int = 64, **settings: Any) -> Any:
         """Put a request into the queue and return vLLM's own object of it."""

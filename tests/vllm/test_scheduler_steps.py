@@ -264,7 +264,7 @@ def test_a_reused_id_is_a_new_generation(sync: Rig) -> None:
     assert sync.counted() == totals(0, 0, 0, 4, 0, 2)
 
 
-@needs(Feature.FAILED_GRAMMARS)
+@needs(Feature.FAILED)
 def test_a_request_that_fails_in_the_engine_is_settled_once(sync: Rig) -> None:
     start(sync, "a", "b")
     versions.fail(sync.scheduler, "a")

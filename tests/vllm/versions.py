@@ -7,6 +7,7 @@ what a release lacks is not collected (conftest.py), so nothing is skipped and n
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -44,7 +45,7 @@ class Feature(Enum):
     ABORT_ALL = "aborting all at once"
     DIFFUSION = "diffusion models"
     PADDING = "padding"
-    FAILED_GRAMMARS = "requests that fail in a step"
+    FAILED = "requests that fail in a step"
     ABORTED_REQUESTS = "aborts that name the requests"
     STALE_OUTPUTS = "outputs marked as stale"
     SESSION_IDS = "session ids"
@@ -65,7 +66,7 @@ ABSENT = {
     Feature.ABORT_ALL: ("0.9.0", "0.17.0"),
     Feature.DIFFUSION: ("0.9.0", "0.24.0"),
     Feature.PADDING: ("0.9.0", "0.25.0"),
-    Feature.FAILED_GRAMMARS: ("0.9.0", "0.26.0"),
+    Feature.FAILED: ("0.9.0", "0.26.0"),
     Feature.ABORTED_REQUESTS: ("0.9.0", "0.26.0"),
     Feature.STALE_OUTPUTS: ("0.9.0", "0.27.0"),
     Feature.SESSION_IDS: ("0.9.0", "0.28.0"),
@@ -130,17 +131,18 @@ def set_engine_index(config: Any, index: int) -> None:
     setattr(parallel, name, index)
 
 
-def make_scheduler(name: str, config: Any, block_size: int) -> Any:
-    """A scheduler of class `name`, with a cache that is never full."""
+def scheduler_class(name: str) -> Any:
+    """vLLM's `Scheduler` or `AsyncScheduler`."""
+    module = "async_scheduler" if name == "AsyncScheduler" else "scheduler"
+    return getattr(importlib.import_module(f"vllm.v1.core.sched.{module}"), name)
+
+
+def make_scheduler(kind: Any, config: Any, block_size: int) -> Any:
+    """A scheduler of this class, with a cache that is never full."""
     import torch
-    from vllm.v1.core.sched import scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    if name == "AsyncScheduler":
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Scheduler
-    else:
-        Scheduler = scheduler.Scheduler
     blocks = config.cache_config.num_gpu_blocks = 4096
     spec = _call(
         FullAttentionSpec, block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32, use_mla=False
@@ -153,7 +155,7 @@ def make_scheduler(name: str, config: Any, block_size: int) -> Any:
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )
     return _call(
-        Scheduler,
+        kind,
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config),
@@ -282,6 +284,6 @@ def outputs_by_client(result: Any) -> dict[int, Any]:
 def _call(make: Any, **arguments: Any) -> Any:
     """Call with those of the arguments that this release knows."""
     known = inspect.signature(make).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):  # AsyncScheduler
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):  # it asks its base class
         known = inspect.signature(make.__mro__[1]).parameters
     return make(**{name: value for name, value in arguments.items() if name in known})

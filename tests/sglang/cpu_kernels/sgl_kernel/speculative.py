@@ -10,7 +10,7 @@ import torch
 def reconstruct_indices_from_tree_mask(
     mask: Any, lengths: Any, positions: Any, indices: Any, children: Any, siblings: Any, requests: int, width: int
 ) -> None:
-    """`mask[i, j]` says that node j is i or above it. First child and next sibling of each node; -1 where there is none."""
+    """`mask[i, j]`: node j is i, or above it. First child and next sibling of each node; -1 where there is none."""
     trees = mask[: requests * width * width].view(requests, width, width).bool().tolist()
     indices.copy_(torch.arange(requests * width).view(requests, width))
     for row, tree in enumerate(trees):
