@@ -10,7 +10,9 @@ from tests.sglang.serving import KNOWN, check_points, serving, told
 
 
 def test_two_tokenizer_workers_count_the_same_totals(models: Models, tmp_path: Path) -> None:
-    with serving(models, tmp_path, tokenizer_worker_num=2) as served:
+    # A worker imports for longer than the 5 s that uvicorn would give it on a busy machine.
+    env = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
+    with serving(models, tmp_path, env=env, tokenizer_worker_num=2) as served:
         with ThreadPoolExecutor(4) as clients:
             asked = [
                 clients.submit(served.generate, KNOWN if n % 2 else "the cat", sampling={"max_new_tokens": 5 + n})

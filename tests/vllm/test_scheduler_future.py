@@ -150,9 +150,9 @@ def vllm_with(change: Callable[[Any], Any]) -> Iterator[Callable[[], tuple[Any, 
         kind = change(imported)
         seen.append((kind, dict(vars(kind))))
 
+    del sys.modules[SCHEDULER_MODULE]
     # Registered first, so that it runs before the hook of ours that waits for the same import.
     wrapt.register_post_import_hook(hook, SCHEDULER_MODULE)
-    del sys.modules[SCHEDULER_MODULE]
 
     def load() -> tuple[Any, dict[str, Any]]:
         importlib.import_module(SCHEDULER_MODULE)
@@ -186,6 +186,7 @@ def drive(rig: Rig, kind: Any, future: Future) -> list[Any]:
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
     """What we warn of: under vLLM's logger, which hands nothing up to pytest's."""
+    versions.prepare()  # importing vllm takes the handlers from its loggers
     found: list[str] = []
 
     class Handler(logging.Handler):

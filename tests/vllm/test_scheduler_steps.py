@@ -15,7 +15,7 @@ from examples.vllm_demo.tiny_model import Models
 from tests.vllm import versions
 from tests.vllm.engine import points
 from tests.vllm.scheduler import DRAFT, K, Rig
-from tests.vllm.versions import Feature
+from tests.vllm.versions import Feature, has
 
 needs = pytest.mark.needs
 
@@ -38,10 +38,6 @@ def asynchronous(models: Models) -> Iterator[Rig]:
 def either(models: Models, request: pytest.FixtureRequest) -> Iterator[Rig]:
     with Rig(models, request.param) as rig:
         yield rig
-
-
-def has(feature: Feature) -> bool:
-    return feature not in versions.lacks(versions.installed())
 
 
 def totals(

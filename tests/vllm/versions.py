@@ -31,33 +31,35 @@ SPECULATES_ON_CPU = ("0.22.1", "0.26.0", "0.32.0")
 class Feature(Enum):
     """What not every release has; the value is its name in docs/versions.md."""
 
-    CLIENTS = "several front ends"
-    LISTS = "sampled tokens in lists"
-    LIMITS_INSIDE = "limits inside a block of drafts"
-    DRAFT_UPDATES = "drafts handed over between steps"
-    ASYNC_DRAFTS = "drafts under async scheduling"
-    RESUMED_IDS = "ids of resumed requests"
+    CLIENTS = "front ends"
+    DRAFT_UPDATES = "draft hand-over"
+    ASYNC_DRAFTS = "async drafts"
+    RESUMED_IDS = "resumed ids"
+    LISTS = "token lists"
+    LIMITS_INSIDE = "limits in a block"
     DISCARDED = "discarded outputs"
     INVALID_DRAFTS = "invalid drafts"
-    ENGINE_INDEX = "an engine index apart from the rank"
-    RANDOM_IDS = "random ends of ids"
+    ENGINE_INDEX = "engine index"
+    RANDOM_IDS = "random ids"
     RESUMABLE = "resumable requests"
-    ABORT_ALL = "aborting all at once"
-    DIFFUSION = "diffusion models"
+    ABORT_ALL = "abort of all"
+    DIFFUSION = "diffusion"
     PADDING = "padding"
-    FAILED = "requests that fail in a step"
-    ABORTED_REQUESTS = "aborts that name the requests"
-    STALE_OUTPUTS = "outputs marked as stale"
+    FAILED = "failed requests"
+    ABORTED_REQUESTS = "aborted requests"
+    STALE_OUTPUTS = "stale outputs"
     SESSION_IDS = "session ids"
+    LONE_PADDING = "padding alone"
+    TRIMMED_STOPS = "trimmed stop strings"
 
 
 ABSENT = {
     Feature.CLIENTS: ("0.9.0", "0.9.1"),
-    Feature.LISTS: ("0.11.1", "0.12.0"),
-    Feature.LIMITS_INSIDE: ("0.11.1", "0.12.0"),
     Feature.DRAFT_UPDATES: ("0.9.0", "0.10.2"),
     Feature.ASYNC_DRAFTS: ("0.9.0", "0.11.1"),
     Feature.RESUMED_IDS: ("0.9.0", "0.11.1"),
+    Feature.LISTS: ("0.11.1", "0.12.0"),
+    Feature.LIMITS_INSIDE: ("0.11.1", "0.12.0"),
     Feature.DISCARDED: ("0.9.0", "0.12.0"),
     Feature.INVALID_DRAFTS: ("0.9.0", "0.14.0"),
     Feature.ENGINE_INDEX: ("0.9.0", "0.14.0"),
@@ -70,6 +72,8 @@ ABSENT = {
     Feature.ABORTED_REQUESTS: ("0.9.0", "0.26.0"),
     Feature.STALE_OUTPUTS: ("0.9.0", "0.27.0"),
     Feature.SESSION_IDS: ("0.9.0", "0.28.0"),
+    Feature.LONE_PADDING: ("0.9.0", "0.30.0"),
+    Feature.TRIMMED_STOPS: ("0.9.0", "0.32.0"),
 }
 """The first release without it, and the first with it (again). Read in the sources of the releases on both sides."""
 
@@ -89,6 +93,11 @@ def lacks(release: str) -> frozenset[Feature]:
     return frozenset(
         feature for feature, (first, end) in ABSENT.items() if _number(first) <= number < _number(end)
     )
+
+
+def has(feature: Feature) -> bool:
+    """Whether the vLLM that is installed here has it."""
+    return feature not in lacks(installed())
 
 
 def _number(release: str) -> tuple[int, ...]:
