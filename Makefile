@@ -71,8 +71,8 @@ images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a 
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, test-sglang, test-collector
-	$(RUN) unit pythons vllm sglang collector
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector
+	$(RUN) unit pythons vllm versions-in-ci sglang collector
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -85,6 +85,10 @@ test-pythons: $(UV_STAMP) ## Run the unit tests on every other Python found, on 
 .PHONY: test-vllm
 test-vllm: $(VENVS)/vllm/.ready ## Run the tests with a real vLLM engine on the CPU
 	$(RUN) vllm
+
+.PHONY: test-versions
+test-versions: $(VENVS)/vllm/.ready ## Run the step tables on every release of vLLM that is named in docs/versions.md, and the engines that run here
+	$(RUN) versions
 
 .PHONY: test-sglang
 test-sglang: $(VENVS)/sglang/.ready ## Run the tests with a real SGLang on the CPU

@@ -29,6 +29,7 @@ from otel_specdec.provider import (
     is_auto_instrumented,
     metrics_asked_for,
     provider_from_environment,
+    sdk_disabled,
 )
 from otel_specdec.sums import AttributeValue, Harvest, Pick, Series, has_provider, pool_for
 
@@ -169,6 +170,8 @@ class EngineCounters:
 
     def _provider(self) -> tuple[MeterProvider, str, bool]:
         """The provider, whose it is in words, and whether we may flush it."""
+        if self._given is not None and self._given in _private:
+            return self._given, "a MeterProvider of its own, made as the environment says", True
         if self._given is not None:
             return self._given, "the MeterProvider given to instrument()", False
         if not has_provider() and metrics_asked_for():
@@ -178,7 +181,8 @@ class EngineCounters:
                 return private, "a MeterProvider of its own, made as the environment says", True
         if is_auto_instrumented():
             return metrics.get_meter_provider(), "the MeterProvider of opentelemetry-instrument", True
-        return metrics.get_meter_provider(), "the application's global MeterProvider", False
+        whose = "the application's global MeterProvider" if has_provider() else "no MeterProvider yet"
+        return metrics.get_meter_provider(), whose, False
 
 
 _flushers: dict[int, Flusher] = {}
@@ -305,11 +309,11 @@ def sglang_plugin() -> None:
 def _start_by_plugin(kind: type[_EngineInstrumentor], entry_point: str) -> None:
     try:
         instrumentor = kind()
-        if instrumentor.is_instrumented_by_opentelemetry or instrumentation_disabled(entry_point):
+        if instrumentor.is_instrumented_by_opentelemetry or sdk_disabled() or instrumentation_disabled(entry_point):
             return
         if has_provider() or metrics_asked_for():
             instrumentor.instrument(skip_dep_check=True)
-            kind._by_plugin = True
+            instrumentor._by_plugin = True
     except Exception:
         logger.warning(
             "otel_specdec: the plugin %s could not start; the engine is not affected.", entry_point, exc_info=True

@@ -32,12 +32,17 @@ FLUSH_MILLIS: Final = 5_000
 
 def metrics_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment asks for metrics: by an exporter other than `none`, or by an OTLP metrics endpoint."""
-    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    if sdk_disabled(environ):
         return False
     exporters = _exporters(environ)
     if exporters:
-        return exporters != ["none"]
+        return any(name.lower() != "none" for name in exporters)
     return bool(environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "").strip())
+
+
+def sdk_disabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether OTEL_SDK_DISABLED switches everything off."""
+    return environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def instrumentation_disabled(entry_point: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -66,9 +71,9 @@ def provider_from_environment(environ: Mapping[str, str] = os.environ) -> MeterP
         return None
     readers: list[MetricReader] = []
     for name in _exporters(environ) or ["otlp"]:
-        if name == "none":
+        if name.lower() == "none":
             continue
-        name = _otlp_exporter(environ) if name == "otlp" else name
+        name = _otlp_exporter(environ) if name.lower() == "otlp" else name
         try:
             (entry_point,) = entry_points(group="opentelemetry_metrics_exporter", name=name)
             made: Any = entry_point.load()()
@@ -97,7 +102,7 @@ def install_exemplars(provider: MeterProvider) -> None:
 
 
 def _exporters(environ: Mapping[str, str]) -> list[str]:
-    return [name for each in environ.get("OTEL_METRICS_EXPORTER", "").split(",") if (name := each.strip().lower())]
+    return [name for each in environ.get("OTEL_METRICS_EXPORTER", "").split(",") if (name := each.strip())]
 
 
 def _otlp_exporter(environ: Mapping[str, str]) -> str:

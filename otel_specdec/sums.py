@@ -81,9 +81,12 @@ class Pool:
     def __init__(self, provider: MeterProvider) -> None:
         self._lock = threading.Lock()
         self._draining = threading.Lock()
+        self._beginning = threading.Lock()
         self._pending: dict[Series, int] = {}
         self._born: dict[names.Metric, set[Series]] = {metric: set() for metric in names.Metric}
         self._sources: list[Source] = []
+        self._provider = weakref.ref(provider)
+        self._on_proxies = _is_proxy(provider)  # until the application sets its provider
         self._suffix = "" if _instance_id(provider) else f"-{_random_suffix()}"
         self.recorder_process = f"recorder-{_random_suffix()}"
         self._process = self.recorder_process  # until an engine says otherwise: for our own errors
@@ -98,6 +101,7 @@ class Pool:
         Processes of one pod share the `service.instance.id` that Kubernetes gives them, so the role keeps their series
         apart; where the resource has no instance id, a random suffix follows.
         """
+        self._adopt_provider()
         self._process = role + self._suffix
         return self._process
 
@@ -107,18 +111,16 @@ class Pool:
         A series that is born inside a collection has its start equal to its time and loses its first increment in
         Prometheus, whatever the flags.
         """
+        self._adopt_provider()
         for series in all_series:
-            admitted = self._admit(series)
-            self._emit(admitted, 0)
+            self._begin(series)
 
-    def begin(self, all_series: Iterable[Series]) -> None:
-        """`birth` for those of these series that are not there yet."""
-        self.birth(series for series in all_series if self._admit(series) not in self._born[series.metric])
+    begin = birth
 
     def add(self, increments: Iterable[tuple[Series, int]]) -> None:
         """Add to the pending sums, all of `increments` before the next drain. Values are ≥ 0; 0 begins a series."""
-        increments = [(self._admit(series), value) for series, value in increments]
-        self.begin(series for series, _ in increments)
+        self._adopt_provider()
+        increments = [(self._begin(series), value) for series, value in increments]
         with self._lock:
             for series, value in increments:
                 self._pending[series] = self._pending.get(series, 0) + value
@@ -134,8 +136,8 @@ class Pool:
             kind = type(error).__qualname__
             attributes = {names.ERROR_TYPE: kind, names.SOURCE: source, names.PROCESS: self._process}
             series = Series.of(names.Metric.ERRORS, attributes)
+            series = self._begin(series)
             with self._lock:
-                series = self._admit(series)
                 self._pending[series] = self._pending.get(series, 0) + 1
                 first = (where := f"{kind} while {doing}") not in self._logged and len(self._logged) < 100
                 if first:
@@ -150,31 +152,60 @@ class Pool:
         except Exception:  # whatever it was, it must not reach an engine
             logger.debug("otel_specdec could not count an error", exc_info=True)
 
-    def _admit(self, series: Series) -> Series:
-        """The series itself, or the overflow series of its counter when the counter is full."""
+    def _begin(self, series: Series) -> Series:
+        """The series itself, or its counter's overflow series where that is full; it has begun at 0 on return."""
         born = self._born[series.metric]
-        if series in born or len(born) < MAX_ATTRIBUTE_SETS - 1:
+        if series in born:
             return series
-        return Series(series.metric, ((names.OVERFLOW, True),))
+        with self._beginning:  # so that nobody counts into a series before its 0
+            if series not in born and len(born) >= MAX_ATTRIBUTE_SETS - 1:
+                series = Series(series.metric, ((names.OVERFLOW, True),))
+            if series in born:
+                return series
+            born.add(series)
+            try:
+                self._emit(series, 0)
+                return series
+            except Exception as error:
+                failed = error
+        if series.metric is not names.Metric.ERRORS:
+            self.error(failed, "beginning a series")
+        return series
+
+    def _adopt_provider(self) -> None:
+        """Begin anew what began on the API's proxies: only with a provider behind them there is somebody to see it."""
+        if self._on_proxies and (provider := _behind(self._provider())) is not None:
+            self._on_proxies = False
+            if _instance_id(provider):
+                self._suffix = ""
+            for all_series in self._born.values():
+                for series in list(all_series):
+                    self._emit(series, 0)
 
     def _emit(self, series: Series, value: int, context: Context = NO_GENERATION) -> None:
-        self._born[series.metric].add(series)
+        if self._muted:
+            return
         self._counters[series.metric].add(value, dict(series.attributes), context=context)
 
     def _drain(self, _options: CallbackOptions) -> Iterable[Observation]:
         with self._draining:
             if self._muted:
                 return ()
+            self._adopt_provider()
+            early = _early_pool
+            if early is not None and early is not self and early.shares_counters_with(self):
+                early._drain(_options)  # the SDK has ignored its callback
             with self._lock:
                 pending, self._pending = self._pending, {}
                 sources = list(self._sources)
             picks: list[Pick] = []
             for source in sources:
-                ended = source.ended  # before take(): what comes in between is taken
+                ended = False
                 try:
+                    ended = source.ended  # before take(): what comes in between is taken
                     sums, picked = source.take()
                     for series, value in sums:
-                        series = self._admit(series)
+                        series = self._begin(series)
                         pending[series] = pending.get(series, 0) + value
                     picks.extend(picked)
                 except Exception as error:
@@ -188,7 +219,7 @@ class Pool:
                 except Exception as error:
                     self.error(error, "making an exemplar")
             for series, value in pending.items():
-                if value or series not in self._born[series.metric]:
+                if value:
                     try:
                         self._emit(series, value)
                     except Exception as error:
@@ -200,16 +231,22 @@ class Pool:
         self._last_ms = max(pick.generation.finished_unix_nano // 1_000_000, self._last_ms + 1)
         context = context_of(pick.generation, self._last_ms * 1_000_000)
         for series, value in pick.share:
-            series = self._admit(series)
+            series = self._begin(series)
             rest = pending.get(series, 0)
             value = min(value, rest)  # a counter never goes down, whatever a source says
             pending[series] = rest - value
             self._emit(series, value, context)
 
+    def shares_counters_with(self, other: Pool) -> bool:
+        """Whether this pool's proxies have got `other`'s counters: then only one of the two callbacks is called."""
+        counter = getattr(self._counters[names.Metric.ERRORS], "_real_instrument", None)
+        return counter is not None and counter is other._counters[names.Metric.ERRORS]
+
     def after_fork_in_child(self) -> None:
         """Forget what the parent did: it exports that itself, under its own resource."""
         self._lock = threading.Lock()
         self._draining = threading.Lock()
+        self._beginning = threading.Lock()
         self._pending = {}
         self._sources = []
         self._born = {metric: set() for metric in names.Metric}
@@ -244,14 +281,19 @@ def _forget_streams(counter: Any) -> bool:
     counter = getattr(counter, "_real_instrument", counter)  # the API's proxy
     if counter is None or not type(counter).__module__.startswith("opentelemetry.sdk."):
         return True  # no SDK behind it: nothing was aggregated
-    storages = getattr(getattr(counter, "_measurement_consumer", None), "_reader_storages", None)
+    consumer = getattr(counter, "_measurement_consumer", None)
+    storages = getattr(consumer, "_reader_storages", None)
     if not isinstance(storages, Mapping):
         return False
+    if consumer is not None and hasattr(consumer, "_lock"):  # another thread of the parent may have been collecting
+        consumer._lock = threading.Lock()
     for storage in storages.values():
         streams = getattr(storage, "_instrument_view_instrument_matches", None)
         if not isinstance(streams, dict):
             return False
         streams.pop(counter, None)
+        if hasattr(storage, "_lock"):
+            storage._lock = threading.RLock()
     return True
 
 
@@ -264,7 +306,8 @@ def pool_for(provider: MeterProvider | None = None) -> Pool:
 
     One each, because the SDK hands back the first observable of a name and ignores a second callback without a word.
     """
-    given = provider if provider is not None else metrics.get_meter_provider()
+    given: Any = provider if provider is not None else metrics.get_meter_provider()
+    given = _behind(given) or given
     with _pools_lock:
         pool = _pools.get(given)
         if pool is None:
@@ -285,6 +328,11 @@ _early_pool: Pool | None = None
 def _remember_early(pool: Pool) -> None:
     global _early_pool
     _early_pool = pool
+
+
+def _behind(provider: Any) -> Any:
+    """The provider that stands behind the API's proxy by now; None where there is none yet, or no proxy."""
+    return getattr(provider, "_real_meter_provider", None)
 
 
 def _is_proxy(provider: MeterProvider) -> bool:

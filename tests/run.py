@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = Path("build/venvs")
 REPORTS = Path("build/reports")
+RELEASES = Path("tests/environments")
 LIMIT_S = float(os.environ.get("TEST_LIMIT_S", 20 * 60))
 """What one part may take, in seconds."""
 
@@ -40,6 +42,8 @@ class Part(NamedTuple):
     target: Path
     python: str | None = None
     """The Python to make `venv` with, where make has not done so before."""
+    also: tuple[Path, ...] = ()
+    """More targets of the same process."""
 
 
 def say(text: str) -> None:
@@ -66,6 +70,32 @@ def vllm() -> Iterator[Part]:
     return modules(Path("tests/vllm"), VENVS / "vllm")
 
 
+def versions() -> Iterator[Part]:
+    """Every release of vLLM: its scheduler with the step tables, and its engine where that speculates on a CPU."""
+    releases = (path.stem for path in RELEASES.glob("vllm-[0-9]*.txt"))
+    for name in sorted(releases, key=lambda name: [*map(int, re.findall(r"\d+", name))]):
+        yield scheduler_of(name)
+    yield scheduler_of("vllm")
+    for name in ("vllm-0.22.1", "vllm-0.26.0", "vllm"):
+        yield engine_of(name)
+
+
+def versions_in_ci() -> Iterator[Part]:
+    """A part of it, for every change: the release that differs most, and an engine of some months ago."""
+    yield scheduler_of("vllm-0.11.2")
+    yield engine_of("vllm-0.22.1")
+
+
+def scheduler_of(name: str) -> Part:
+    tests = Path("tests/vllm")
+    also = (tests / "test_versions.py",)
+    return Part(f"{name} scheduler", VENVS / name, tests / "test_scheduler_steps.py", sys.executable, also)
+
+
+def engine_of(name: str) -> Part:
+    return Part(f"{name} engine", VENVS / name, Path("tests/vllm/test_engine_ngram.py"), sys.executable)
+
+
 def collector() -> Iterator[Part]:
     """A real collector and a real Prometheus; with a real vLLM too where the module's name says so."""
     for part in modules(Path("tests/collector"), VENVS / "downstream"):
@@ -86,6 +116,8 @@ SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "unit": unit,
     "pythons": pythons,
     "vllm": vllm,
+    "versions": versions,
+    "versions-in-ci": versions_in_ci,
     "sglang": sglang,
     "collector": collector,
 }
@@ -136,7 +168,8 @@ def run(part: Part) -> Counter[str]:
 
 def run_pytest(part: Part, report: Path) -> str | None:
     """Returns what went wrong, if anything did. Nothing that pytest started in its process group outlives it."""
-    command: list[str | Path] = [part.venv / "bin/python", "-m", "pytest", part.target, f"--junitxml={report}"]
+    targets = [part.target, *part.also]
+    command: list[str | Path] = [part.venv / "bin/python", "-m", "pytest", *targets, f"--junitxml={report}"]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:

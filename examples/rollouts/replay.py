@@ -31,7 +31,9 @@ class Replay:
     """`with Replay("sglang") as server:` serves at `server.url` until the end of the block."""
 
     def __init__(self, engine: str) -> None:
-        answers = {_key(case["path"], case["request"]): case for case in cases(engine).values()}
+        answers: dict[str, Case] = {}
+        for case in cases(engine).values():
+            answers.setdefault(_key(case["path"], case["request"]), case)
         self._server = ThreadingHTTPServer((LOOPBACK, 0), _handler(answers))
         self._server.daemon_threads = True
         self.url = f"http://{LOOPBACK}:{self._server.server_address[1]}"

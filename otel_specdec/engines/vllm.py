@@ -12,6 +12,7 @@ hooks wait for its module to be imported by somebody else, which costs seconds a
 from __future__ import annotations
 
 import heapq
+import importlib
 import inspect
 import itertools
 import logging
@@ -58,6 +59,7 @@ class StepTally:
     def __init__(self, owner: Hooks, scheduler: Any, *, counts: bool) -> None:
         self.owner = owner
         self.counts = counts
+        self.stepping = self.finishing = False  # while vLLM's own method runs
         self._scheduler = weakref.ref(scheduler)
         self._reading = threading.Lock()
         self._aside: deque[Callable[[], None]] = deque()
@@ -497,9 +499,9 @@ def _ids_are_randomised() -> bool:
 def _valid_drafts(step: Any, drafts: dict[str, Any]) -> dict[str, Any]:
     """The step's drafts without padding and without those that the grammar invalidated; only lengths matter then."""
     fresh = [new.req_id for new in step.scheduled_new_reqs if new.req_id in drafts]
-    # A request that this step took from the waiting queue, new or resumed, has only padding (0.26 on, to keep a full
-    # CUDA graph). That its drafts are -1 is no test: under async scheduling all drafts are -1 here. Before 0.12 resumed
-    # requests are not listed like this, and have no drafts either.
+    # A request that this step took from the waiting queue, new or resumed, has only padding (0.25 on, to keep a full
+    # CUDA graph). That its drafts are -1 is no test: under async scheduling all drafts are -1 here. Before 0.11.1
+    # resumed requests are not listed like this, and have no drafts either.
     resumed = getattr(step.scheduled_cached_reqs, "resumed_req_ids", None)
     if resumed:
         fresh.extend(drafts.keys() & resumed)
@@ -568,7 +570,7 @@ def describe(scheduler: Any) -> EngineDescription | None:
     if isinstance(served, list | tuple):
         served = served[0] if served else None
     parallel = config.parallel_config
-    index = getattr(parallel, "data_parallel_index", None)  # 0.12 on; before it the rank, which is reset nowhere
+    index = getattr(parallel, "data_parallel_index", None)  # 0.14 on; before it the rank, which is reset nowhere
     if index is None:
         index = getattr(parallel, "data_parallel_rank", 0)
     return EngineDescription(
@@ -598,7 +600,8 @@ class Hooks:
         """Hook the scheduler's class: now, or when its module is imported. Where it is not as known: one warning."""
         Hooks._installed = self
         if SCHEDULER_MODULE in sys.modules:
-            self._wrap(sys.modules[SCHEDULER_MODULE])
+            # Not sys.modules[...]: another thread may be in the middle of this import, and this waits for its end.
+            self._wrap(importlib.import_module(SCHEDULER_MODULE))
         elif not Hooks._awaiting_import:
             Hooks._awaiting_import = True
             wrapt.register_post_import_hook(_on_import, SCHEDULER_MODULE)
@@ -609,7 +612,7 @@ class Hooks:
             Hooks._installed = None
         scheduler = getattr(sys.modules.get(SCHEDULER_MODULE), "Scheduler", None)
         for name in ("__init__", "update_from_output", "finish_requests"):
-            current = vars(scheduler).get(name) if scheduler is not None else None
+            current = vars(scheduler).get(name) if inspect.isclass(scheduler) else None
             if isinstance(current, _SpecDecWrapper):
                 setattr(scheduler, name, current.__wrapped__)
 
@@ -702,14 +705,20 @@ def _around_update(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwarg
         tally = getattr(scheduler, _TALLY, None)
         if tally is None or tally.owner is not hooks or not tally.counts:
             tally = hooks.tally_for(scheduler)
-        if tally is not None:
+        if tally is not None and not tally.stepping:
             step = args[0] if args else kwargs["scheduler_output"]
             output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
             before = tally.before_step(scheduler, step, output)
     except Exception as error:
         hooks.listener.failed(error, "reading a vLLM step")
-    result = wrapped(*args, **kwargs)
-    if tally is not None and before is not None:
+    if tally is None or tally.stepping:  # our own hook once more, beneath somebody else's wrapper
+        return wrapped(*args, **kwargs)
+    tally.stepping = True
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        tally.stepping = False
+    if before is not None:
         try:
             tally.after_step(scheduler, step, output, before, result)
         except Exception as error:
@@ -725,7 +734,7 @@ def _around_finish(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwarg
     finishing: list[Any] = []
     try:
         tally = hooks.tally_for(scheduler)
-        if tally is not None:
+        if tally is not None and not tally.finishing:
             ids = args[0] if args else kwargs["request_ids"]
             if ids is None:  # all of them
                 ids = list(scheduler.requests)
@@ -740,10 +749,15 @@ def _around_finish(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwarg
             finishing = tally.before_finish(scheduler, dict.fromkeys(ids))
     except Exception as error:
         hooks.listener.failed(error, "reading an abort in vLLM")
-    result = wrapped(*args, **kwargs)
-    if tally is not None:
-        try:
-            tally.after_finish(scheduler, finishing)
-        except Exception as error:
-            hooks.listener.failed(error, "counting an abort in vLLM")
+    if tally is None or tally.finishing:
+        return wrapped(*args, **kwargs)
+    tally.finishing = True
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        tally.finishing = False
+    try:
+        tally.after_finish(scheduler, finishing)
+    except Exception as error:
+        hooks.listener.failed(error, "counting an abort in vLLM")
     return result

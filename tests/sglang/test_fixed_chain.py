@@ -81,8 +81,9 @@ def test_more_accepted_than_proposed_does_not_enter_the_accept_rate() -> None:
         {**CHAIN, "decoupled_spec_role": "verifier"},
         {**CHAIN, "speculative_algorithm": "DSPARK"},
         {**CHAIN, "speculative_algorithm": "DFLASH"},
+        {**CHAIN, "speculative_algorithm": "NGRAM"},  # its tree is filled up with zeros, a chain of it too
     ],
-    ids=["tree", "width", "adaptive", "decoupled", "capped", "block"],
+    ids=["tree", "width", "adaptive", "decoupled", "capped", "block", "padded"],
 )
 def test_where_drafts_adapt_branch_or_are_capped_proposed_is_unknown(settings: dict[str, Any]) -> None:
     with Rig(**settings) as rig:

@@ -1,4 +1,4 @@
-"""For the tests that run the real vLLM: the tiny models, made once and kept in the ignored build folder, and `needs`."""
+"""For the tests of the real vLLM: the tiny models, made once and kept in the ignored build folder, and `needs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def models() -> Models:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "needs(*features): what the release of vLLM must have for this test, see versions.py")
+    config.addinivalue_line("markers", "needs(*features): what vLLM must have for this test, see versions.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -107,9 +107,7 @@ class Rig:
         return None
 
 
-def _config(
-    models: Models, speculation: dict[str, Any] | None, data_parallel_index: int, max_num_seqs: int
-) -> Any:
+def _config(models: Models, speculation: dict[str, Any] | None, data_parallel_index: int, max_num_seqs: int) -> Any:
     config = versions.engine_config(
         model=str(models.target),
         dtype="float32",

@@ -75,8 +75,8 @@ def test_a_stop_token_inside_a_block(engine: Engine) -> None:
 
 
 def test_a_stop_string_is_trimmed_behind_the_engine(engine: Engine) -> None:
-    # The engine commits 11 tokens. The client gets 8, the text "cdefgh" and the tokens of the stop string with it; before
-    # 0.32 it got the same text and all the tokens.
+    # The engine commits 11 tokens. The client gets 8: the text "cdefgh" and the tokens of the stop string with it.
+    # Before 0.32 it got that text, and all of the tokens.
     sequences = engine.generate([PROMPT], sampling(max_tokens=40, stop=["ij"]))
     assert engine.check()["completion"] == 11
     assert sequences[0].text == "cdefgh"

@@ -19,11 +19,12 @@ import httpx
 import pytest
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
+from examples.rollouts import gateway
 from examples.vllm_demo.tiny_model import LETTERS, Models, ensure_models, token_id
-from otel_specdec import SpecDecRecorder, counts_from_payload
+from otel_specdec import SpecDecRecorder, counts_from_payload, pool
 from otel_specdec.counts import METRIC_OF_FIELD
 from otel_specdec.names import Metric
 from tests.unit.recorded import DIFFERENT_VLLM, FOLDER, Case, check_vllm, payload_of
@@ -181,6 +182,22 @@ def test_engine_and_responses_count_the_same_generations_and_nothing_adds_them_u
     # Whoever sums over `specdec.source` counts twice; every point says which it is, and a filter keeps them apart.
     assert {point.attributes["specdec.source"] for point in served.points()} == {"engine", "response"}
     assert served.receiver.totals(Metric.GENERATIONS.value) == engine["generations"] + len(both)
+
+
+@pytest.mark.parametrize("name", ["completion", "chat, streamed", "streamed, usage not asked for"])
+def test_a_gateway_before_the_real_server_counts_what_the_engine_counted(served: Serving, name: str) -> None:
+    reader = InMemoryMetricReader()
+    recorder = SpecDecRecorder(MeterProvider([reader], shutdown_on_exit=False))
+    asked = ASKED[name]
+    before = counts(served, "engine")
+    with gateway.Gateway(served.server.url, recorder) as proxy:
+        answer = gateway.post(proxy.url, asked.path, {"model": MODEL, "temperature": 0, **asked.body})
+    assert served.receiver.wait(lambda _: counts(served, "engine")["generations"] > before["generations"], 15)
+    truth = grown(counts(served, "engine"), before)
+    (pooled,) = pool(reader.get_metrics_data())
+    assert dict(pooled.totals) == {field: truth[field] for field in ("accepted", "proposed", "verify", "completion")}
+    assert pooled.generations == truth["generations"] == 1
+    assert (b'"usage"' in answer) == (name != "streamed, usage not asked for")
 
 
 def record() -> None:

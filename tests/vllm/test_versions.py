@@ -35,12 +35,12 @@ def started(rig: Rig, **settings: int) -> Rig:
 def lists(_: Rig) -> bool:
     from vllm.v1.outputs import ModelRunnerOutput
 
-    return not any("ndarray" in str(field.type) for field in fields(ModelRunnerOutput) if field.name == "sampled_token_ids")
+    return "ndarray" not in str({field.name: field.type for field in fields(ModelRunnerOutput)}["sampled_token_ids"])
 
 
 def limits_inside(rig: Rig) -> bool:
     started(rig, max_tokens=3).draft("a")
-    return rig.schedule().scheduled_spec_decode_tokens == {"a": DRAFT}
+    return bool(rig.schedule().scheduled_spec_decode_tokens == {"a": DRAFT})
 
 
 def async_drafts(rig: Rig) -> bool:

