@@ -48,7 +48,9 @@ def test_two_hundred_requests_of_three_tokens(served: Serving) -> None:
 def test_mixed_traffic_equals_what_clients_got_and_vllms_own_counters(served: Serving) -> None:
     before, before_vllm = served.totals(), served.vllm()
     trimmed = {"stop string", "stop string, streamed"}
-    answers = served.ask([ask for ask in greedy_mix() if ask.name not in trimmed])
+    # A prompt of one token that joins running requests is padded, and vLLM counts padding as proposed: see
+    # test_engine_ngram.py. Here vLLM's own counters are right.
+    answers = served.ask([ask for ask in greedy_mix() if ask.name not in trimmed and ask.body.get("prompt") != "5"])
     answers += served.ask(sampled())  # alone: see there
     got = sequences(answers)
     totals = served.settle(before["generations"] + len(got))
