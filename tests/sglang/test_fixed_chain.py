@@ -56,7 +56,7 @@ def test_a_grammar_invalidates_drafts_that_nobody_counts() -> None:
 
 def test_a_histogram_that_contradicts_the_other_columns_stays_out_of_the_positions() -> None:
     with Rig(**CHAIN) as rig:
-        for rid, histogram in (("a", [0, 3]), ("b", [1, 3]), ("c", [0, 0, 0, 0, 1])):
+        for rid, histogram in (("a", [1, 4]), ("b", [1, 3]), ("c", [0, 0, 0, 0, 1])):
             rig.add(rid)
             rig.says(Says(rid, 9, verify=4, accepted=4, histogram=histogram, reason=LENGTH))
         assert rig.counted() == counted(accepted=12, proposed=36, verify=12, completion=27, emitted=24, generations=3)

@@ -155,6 +155,31 @@ def test_a_last_message_during_a_collection_is_not_taken_for_a_state_that_went_w
         assert tally._live == {}
 
 
+def test_a_last_message_between_the_look_at_the_states_and_the_count_is_counted_once() -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 4, verify=1, accepted=2))
+        watch = rig.manager._otel_specdec_watch
+        states = watch.states
+
+        class Arriving:
+            """The states, with a last message that comes just when a collection looks for one."""
+
+            get = staticmethod(states.get)
+
+            def __contains__(self, rid: str) -> bool:
+                if rid in states:
+                    rig.says(Says("a", 6, verify=2, accepted=3, reason=LENGTH))
+                return rid in states
+
+            def __len__(self) -> int:
+                return len(states)
+
+        watch.states = Arriving()
+        assert rig.counted() == {"accepted": 3, "verify": 2, "completion": 6, "emitted": 5, "generations": 1}
+        assert rig.counted()["generations"] == 1
+
+
 def test_the_engine_is_forgotten_when_its_manager_is() -> None:
     with Rig() as rig:
         rig.add("a")

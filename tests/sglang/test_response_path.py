@@ -355,6 +355,19 @@ def test_more_emitted_than_the_steps_can_have_given_does_not_enter_the_acceptanc
         assert rig.meter.sets()["emitted", "none"] == 11
 
 
+def test_a_generation_has_the_ratios_that_held_in_every_part_of_its_life() -> None:
+    with Rig() as rig:
+        rig.add("a", stream=True)
+        rig.says(Says("a", 12, verify=4, accepted=6))  # one token more than its steps can have given
+        assert rig.meter.sets()["emitted", "none"] == 11
+        rig.says(Says("a", 15, verify=5, accepted=8, reason=LENGTH))
+        sets = rig.meter.sets()
+        assert sets["emitted", "none"] == 11  # what was added never moves
+        assert sets["emitted", "acceptance_length"] == 3
+        assert sets["generations", "tokens_per_verify"] == 1
+        assert sets["generations", "acceptance_length,tokens_per_verify"] == 0
+
+
 # --- Who and where ----------------------------------------------------------------------------------------------------
 
 

@@ -28,5 +28,4 @@ def test_two_tokenizer_workers_count_the_same_totals(models: Models, tmp_path: P
         by_process = [served.totals(**{"specdec.process": process})["generations"] for process in processes]
         assert sum(by_process) == len(answers)
         assert min(by_process) > 0  # connections are spread over both
-        check_points(served, processes=2)
-        assert len(served.lines()) == 2  # scheduler and detokenizer stay silent
+        check_points(served, processes=2)  # scheduler and detokenizer stay silent

@@ -115,10 +115,10 @@ def _config(models: Models, speculation: dict[str, Any] | None, data_parallel_in
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(2048, 16 * max_num_seqs),
         enforce_eager=True,
-        block_size=BLOCK_SIZE,
         enable_prefix_caching=False,
         speculative_config=speculation
         or {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
     )
+    config.cache_config.block_size = BLOCK_SIZE  # as an argument 0.9 refuses it, for want of Intel's kernels
     versions.set_engine_index(config, data_parallel_index)
     return config
