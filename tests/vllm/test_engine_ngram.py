@@ -146,12 +146,6 @@ def test_padding_after_a_prefix_cache_hit_is_no_draft(engine: Engine) -> None:
     assert (reported["drafts"], reported["proposed"], reported["accepted"]) == (2 + padded, 8 + K * padded, 8)
 
 
-def test_a_one_token_prompt_that_joins_a_running_request_is_padded_too(engine: Engine) -> None:
-    prompts = [{"prompt_token_ids": engine.ids(PROMPT)}, {"prompt_token_ids": [68]}]
-    engine.check(engine.generate(prompts, sampling(max_tokens=12)))
-    assert (engine.witness.padded_steps > 0) == has(Feature.PADDING)
-
-
 def stepping(engine: Engine, request_id: str, steps: int) -> tuple[list[str], int]:
     """Add a long request and take some steps: the scheduler's ids of it, and how many tokens the client has."""
     from vllm.sampling_params import RequestOutputKind
@@ -161,6 +155,17 @@ def stepping(engine: Engine, request_id: str, steps: int) -> tuple[list[str], in
     llm_engine.add_request(request_id, prompt, sampling(max_tokens=200, output_kind=RequestOutputKind.DELTA))
     got = sum(len(output.outputs[0].token_ids) for _ in range(steps) for output in llm_engine.step())
     return list(engine.scheduler.requests), got
+
+
+def test_a_one_token_prompt_that_joins_a_running_request_is_padded_too(engine: Engine) -> None:
+    engine.start()
+    stepping(engine, "running", steps=2)
+    llm_engine = engine.llm.llm_engine
+    llm_engine.add_request("joins", {"prompt_token_ids": [68]}, sampling(max_tokens=12))
+    while llm_engine.has_unfinished_requests():
+        llm_engine.step()
+    assert engine.check()["generations"] == 2
+    assert engine.witness.padded_steps == has(Feature.PADDING)
 
 
 def test_an_abort_between_steps_settles_the_generation(engine: Engine) -> None:
