@@ -74,9 +74,7 @@ def test_at_most_four_of_each_attribute_set(recorder: SpecDecRecorder, reader: I
     assert value_of(reader, "specdec.generations") == 50
 
 
-def test_duplicates_and_conflicts_are_named_by_nothing(
-    recorder: SpecDecRecorder, reader: InMemoryMetricReader
-) -> None:
+def test_duplicates_and_conflicts_are_named_by_nothing(recorder: SpecDecRecorder, reader: InMemoryMetricReader) -> None:
     recorder.record(report("g1"))
     assert ids(collected(reader)["specdec.generations"]) == ["g1"]
     recorder.record(report("g1"))
