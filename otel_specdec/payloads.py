@@ -404,6 +404,7 @@ def _counts(value: object) -> list[int] | None:
 
 # Names that the table does not know: an engine's next renaming
 
+# Not OpenAI's accepted_prediction_tokens: predicted outputs are something else.
 _LOOKS_LIKE_DRAFTS: Final = re.compile(
     r"(?:^|_)(?:spec|specdec|speculat[a-z]*|draft[a-z]*)(?:_|$)"
     r"|(?:^|_)accept(?:ed|ance)?_(?:rate|ratio|len|tok|num|count|ct|hist|draft)"
@@ -411,13 +412,11 @@ _LOOKS_LIKE_DRAFTS: Final = re.compile(
 )
 _CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _PAIRS: Final = frozenset(name for family in FAMILIES for name in (family.accepted, family.proposed))
-# Read, or made of what is read; without a pair beside them they are no new names. The last two are OpenAI's predicted
-# outputs, which is not speculative decoding.
+# Read, or made of what is read; without a pair beside them they are no new names.
 _KNOWN: Final = frozenset(
     {name for family in FAMILIES for name in (family.verify, family.histogram, family.step_drafts, family.most)}
     | {"spec_accept_rate", "spec_accept_length", "spec_cap_length", "spec_cap_lens_histogram"}
     | {"spec_block_accept_length", "mean_acceptance_length", "draft_acceptance_rate", "per_step_accepted"}
-    | {"accepted_prediction_tokens", "rejected_prediction_tokens"}
 )
 _DEEPEST: Final = 4
 _MOST_NAMES: Final = 256

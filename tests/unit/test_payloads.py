@@ -12,10 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from otel_specdec import GenerationReport, SpecCounts, SpecDecRecorder, counts_from_payload, payloads
+from otel_specdec import (
+    GenerationExemplarFilter,
+    GenerationReport,
+    SpecCounts,
+    SpecDecRecorder,
+    counts_from_payload,
+    payloads,
+    views,
+)
 from otel_specdec import reports_from_payload as reports_from
-from tests.unit.collected import Meter
+from tests.unit.collected import Meter, points
 
 CASES = json.loads((Path(__file__).parent / "cases" / "payloads.json").read_text())
 
@@ -341,6 +351,20 @@ def test_the_choice_is_part_of_the_id_and_can_be_taken_off(more: dict[str, Any],
     assert [payloads.split_choice(each) for each in expected] == [("r", each.partition("#")[2]) for each in expected]
 
 
+def test_an_exemplar_of_a_choice_names_the_client_s_id_and_the_choice() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(
+        [reader], views=views(), exemplar_filter=GenerationExemplarFilter(), shutdown_on_exit=False
+    )
+    payload = {"id": "r", "object": "chat.completion", "choices": choices(2), "usage": {"completion_tokens": 9}}
+    SpecDecRecorder(provider, speculation=True).record_payload(payload)
+    (generations,) = (point for point in points(reader.get_metrics_data()) if point.name == "specdec.generations")
+    named = [dict(exemplar.filtered_attributes) for exemplar in generations.exemplars]
+    assert sorted(named, key=lambda names: names["specdec.choice"]) == [
+        {"gen_ai.response.id": "r", "specdec.choice": choice} for choice in ("0.0", "0.1")
+    ]
+
+
 @pytest.mark.parametrize("id_", ["cmpl-1", "a#b", "#", "", "a#", "a#1.2.3"])
 def test_an_id_without_a_choice_stays_as_it_is(id_: str) -> None:
     assert payloads.split_choice(id_) == (id_, None)
@@ -359,6 +383,17 @@ def test_details_as_a_list_are_the_choices_in_order() -> None:
     }
     assert [report.counts for report in reports_from(payload)] == [SpecCounts(9, 15, 5), SpecCounts(3, 15, 5)]
     assert counts_from_payload(payload) == SpecCounts(12, 30, 10, 24)
+
+
+def test_a_choice_s_own_counters_go_before_the_list_because_they_know_its_completion() -> None:
+    own = [sglang(), sglang(spec_num_correct_drafts=3, completion_tokens=9)]
+    payload = {
+        "id": "r",
+        "choices": [{"index": i, "finish_reason": "stop", "meta_info": names} for i, names in enumerate(own)],
+        "usage": {"completion_tokens": 24},
+        "sglext": {"spec_tokens_details": [details(9), details(3)]},
+    }
+    assert [report.counts.completion for report in reports_from(payload)] == [15, 9]
 
 
 def test_a_choice_that_never_verified_is_missing_in_the_list_and_unknown() -> None:

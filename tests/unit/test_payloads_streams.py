@@ -101,6 +101,11 @@ def test_several_choices_of_a_stream_are_several_generations() -> None:
     assert [report.counts for report in without] == [SpecCounts(), SpecCounts()]
 
 
+def test_a_choice_that_has_finished_stays_finished() -> None:
+    chunks = [chunk(0, "stop"), chunk(0), chunk(usage=USAGE, metrics=METRICS)]
+    assert [report.finished for report in reports_from(streamed(chunks).payload)] == [True]
+
+
 def test_token_ids_in_a_chunk_of_their_own_do_not_hide_the_details() -> None:
     chunks = [*SGLANG[:3], chunk(sglext={"output_ids": [[1, 2]]}), SGLANG[3]]
     assert [report.counts for report in reports_from(streamed(chunks).payload)] == [READ]
@@ -113,6 +118,7 @@ def test_a_stream_that_broke_off_has_nothing_to_count(kept: int) -> None:
 
 def test_a_stream_keeps_no_text_and_no_more_for_more_chunks() -> None:
     stream = streamed([chunk(0)] * 1000 + VLLM)
+    stream.add(chunk(sglext={"spec_tokens_details": DETAILS, "routed_experts": "x" * 10_000}))
     assert len(json.dumps(stream.payload)) < 500
     assert '"x"' not in json.dumps(stream.payload)
 
