@@ -800,7 +800,7 @@ class Hooks:
 
     def watch_for(self, manager: Any) -> Watch:
         """What is kept for this manager; made at first sight, for one that was made before the hooks too."""
-        watch: Watch | None = manager.__dict__.get(_WATCH)
+        watch: Watch | None = getattr(manager, _WATCH, None)
         if watch is None or watch.owner is not self:
             earlier = watch
             engine, knowledge = None, _UNKNOWN
@@ -890,7 +890,8 @@ def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         hooks = Hooks._installed
         if hooks is not None:
             try:
-                watch = self.__dict__.get(_WATCH)
+                # Not by `__dict__`: asked for, it is made, and SGLang's own attributes are slower to reach from then on.
+                watch = getattr(self, _WATCH, None)
                 if watch is None or watch.owner is not hooks:
                     watch = hooks.watch_for(self)
                 if watch.counts:
@@ -919,7 +920,7 @@ def _around_abort(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, *args, **kwargs)
         if hooks is not None and state is not None:
             try:
-                watch = self.__dict__.get(_WATCH)
+                watch = getattr(self, _WATCH, None)
                 gone = self.rid_to_state.get(rid) is not state
                 if watch is not None and watch.counts and (gone or state.finished):
                     watch.ended_unseen(rid)

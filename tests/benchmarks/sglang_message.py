@@ -5,8 +5,8 @@
 The real manager of the installed SGLang with messages that a scheduler would send, in three kinds of traffic: `running`
 (every row of every message is a running generation: streaming), `lives` (generations of eight messages: begin, run,
 finish), and `one message` (each generation is told by its last message alone: what is not streamed). Both variants
-handle equal messages one after the other, in changing order, and on either of two managers; the figures are medians,
-and the spread is that of the medians of ten equal parts. A collection comes every 1,000 messages (some 20 s of a busy
+handle equal messages one after the other, in changing order and on either of two managers; the figures are medians, and
+the spread is that of the medians of ten equal parts. A collection comes every 1,000 messages (some 20 s of a busy
 engine; the SDK's default is 60 s). Needs the environment `sglang`; it is not a test, and no test looks at a clock.
 """
 
