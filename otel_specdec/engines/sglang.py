@@ -890,7 +890,7 @@ def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         hooks = Hooks._installed
         if hooks is not None:
             try:
-                # Not by `__dict__`: asked for, it is made, and SGLang's own attributes are slower to reach from then on.
+                # Not by `__dict__`: asking makes it, and SGLang's own attributes are slower to reach from then on.
                 watch = getattr(self, _WATCH, None)
                 if watch is None or watch.owner is not hooks:
                     watch = hooks.watch_for(self)

@@ -184,9 +184,13 @@ def drive(rig: Rig, kind: Any, future: Future) -> list[Any]:
 
 
 @pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    """What we warn of: under vLLM's logger, which hands nothing up to pytest's."""
-    versions.prepare()  # importing vllm takes the handlers from its loggers
+def rig(models: Models) -> Rig:
+    return Rig(models)
+
+
+@pytest.fixture
+def warnings(rig: Rig) -> Iterator[list[str]]:
+    """What we warn of, under vLLM's logger: it hands nothing up to pytest's, and drops handlers with the first rig."""
     found: list[str] = []
 
     class Handler(logging.Handler):
@@ -208,9 +212,8 @@ EXPECTED = [{"a": [10], "b": [10]}, {"a": BLOCK, "b": [11]}, ["b"]]
 @pytest.mark.parametrize("early", [True, False], ids=["hooks before the import", "hooks after it"])
 @pytest.mark.parametrize("future", FUTURES.values(), ids=FUTURES.keys())
 def test_a_vllm_of_the_future_gets_one_warning_and_is_left_alone(
-    models: Models, warnings: list[str], future: Future, early: bool
+    rig: Rig, warnings: list[str], future: Future, early: bool
 ) -> None:
-    rig = Rig(models)
     with vllm_with(future.change) as load:
         try:
             if not early:
@@ -227,8 +230,7 @@ def test_a_vllm_of_the_future_gets_one_warning_and_is_left_alone(
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["hooks before the import", "hooks after it"])
-def test_the_same_vllm_unchanged_is_counted(models: Models, warnings: list[str], early: bool) -> None:
-    rig = Rig(models)
+def test_the_same_vllm_unchanged_is_counted(rig: Rig, warnings: list[str], early: bool) -> None:
     future = Future(unchanged)
     with vllm_with(future.change) as load:
         try:
