@@ -124,6 +124,7 @@ environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(
 LOCK_vllm := vllm
 LOCK_sglang := sglang
 LOCK_downstream := downstream
+LOCK_docs := docs
 LOCK_python3.10 := oldest
 LOCK_python3.12 := middle
 
@@ -163,14 +164,16 @@ $(RELEASES:%=lock-%): lock-%: $(UV_STAMP)
 
 .PHONY: lock
 lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgrade for the newest versions)
-	$(COMPILE) --extra demo tests/environments/dev.in --universal --python-version 3.10 \
+	$(COMPILE) --extra demo --extra migrate tests/environments/dev.in --universal --python-version 3.10 \
 		--output-file tests/environments/dev.txt
-	$(COMPILE) tests/environments/oldest.in --python-version 3.10 --python-platform linux \
+	$(COMPILE) --extra migrate tests/environments/oldest.in --python-version 3.10 --python-platform linux \
 		--output-file tests/environments/oldest.txt
-	$(COMPILE) tests/environments/middle.in --python-version 3.12 --python-platform linux \
+	$(COMPILE) --extra migrate tests/environments/middle.in --python-version 3.12 --python-platform linux \
 		--output-file tests/environments/middle.txt
-	$(COMPILE) --extra demo tests/environments/downstream.in --python-version 3.11 --python-platform linux \
-		--output-file tests/environments/downstream.txt
+	$(COMPILE) --extra demo --extra migrate tests/environments/downstream.in --python-version 3.11 \
+		--python-platform linux --output-file tests/environments/downstream.txt
+	$(COMPILE) --extra demo --extra migrate tests/environments/docs.in --python-version 3.11 \
+		--python-platform linux --output-file tests/environments/docs.txt
 	$(COMPILE) --extra demo tests/environments/vllm.in --python-version 3.11 --python-platform linux \
 		--overrides tests/environments/vllm-overrides.in --output-file tests/environments/vllm.txt
 	$(COMPILE) --extra demo tests/environments/sglang.in --python-version 3.11 --python-platform x86_64-manylinux_2_34 \
