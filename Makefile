@@ -68,11 +68,17 @@ images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a 
 	$(VENVS)/vllm/bin/python -m collector.plot run build/plot
 	$(VENVS)/downstream/bin/python -m collector.plot draw build/plot docs/images
 
+##### Documentation
+
+.PHONY: docs
+docs: $(VENVS)/docs/.ready ## Build the documentation's site in build/site; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(VENVS)/docs/bin/mkdocs build --strict
+
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector
-	$(RUN) unit pythons vllm versions-in-ci sglang collector
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector
+	$(RUN) unit pythons docs vllm versions-in-ci sglang collector
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -81,6 +87,10 @@ unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
 .PHONY: test-pythons
 test-pythons: $(UV_STAMP) ## Run the unit tests on every other Python found, on 3.10 with the oldest OpenTelemetry, on 3.12 one in between
 	$(RUN) pythons
+
+.PHONY: test-docs
+test-docs: $(VENVS)/docs/.ready $(DOWNSTREAM) ## Build the site without a network, check its links, run its snippets, check its commands
+	$(RUN) docs
 
 .PHONY: test-vllm
 test-vllm: $(VENVS)/vllm/.ready ## Run the tests with a real vLLM engine on the CPU
@@ -118,7 +128,7 @@ hooks: $(VENVS)/dev/.ready ## Install the git hooks
 ##### Environments
 
 .PHONY: environments
-environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready ## Create the environments (the other targets do it as needed)
+environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready ## Create the environments (the other targets do it as needed)
 
 # An environment holds exactly what one committed file of tests/environments lists; dev.txt unless named here.
 LOCK_vllm := vllm
