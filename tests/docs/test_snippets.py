@@ -21,7 +21,7 @@ from otel_specdec import SGLangSpecDecInstrumentor, VLLMSpecDecInstrumentor
 from otel_specdec.names import Metric
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
-LANGUAGES = {"python", "text", "sh", "promql", "yaml"}
+LANGUAGES = {"python", "text", "sh", "promql", "yaml", "json"}
 ELSEWHERE = {("index.md", "from vllm import")}
 """Snippets that need a real engine: tests/vllm/test_docs.py runs them on one."""
 
