@@ -61,14 +61,19 @@ class Candidates(Generic[C]):
     def __bool__(self) -> bool:
         return self._live > 0
 
+    @property
+    def bar(self) -> float:
+        """A birth gets a place if its random number is below this: 1.0 while there are free places, 0.0 without any."""
+        if len(self._young) < self._free:
+            return 1.0
+        return -self._young[0][0] if self._young else 0.0
+
     def entering(self, orders: Sequence[float]) -> Sequence[int]:
         """Which of so many births, with these random numbers drawn before, may get a place; others get none."""
-        if len(self._young) < self._free:
+        bar = self.bar
+        if bar == 1.0:
             return range(len(orders))
-        if not self._young:
-            return ()
-        most = -self._young[0][0]
-        return [index for index, order in enumerate(orders) if order < most] if min(orders) < most else ()
+        return [index for index, order in enumerate(orders) if order < bar] if bar and min(orders) < bar else ()
 
     def born(self, make: Callable[[float], C], order: float | None = None) -> C | None:
         """A generation came to life: its candidate if it gets a place, made by `make(order)`.
