@@ -103,6 +103,11 @@ class Metric(str, Enum):
         "{token}",
         "Proposed draft tokens by draft position.",
     )
+    TRIMMED = (
+        "specdec.trimmed_tokens",
+        "{token}",
+        "Completed tokens that the front end did not hand on: behind a stop string, or after the client had gone.",
+    )
     DROPPED_REPORTS = (
         "specdec.dropped_reports",
         "{report}",

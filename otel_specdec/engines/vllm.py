@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-import logging
 import re
 import sys
 import threading
@@ -27,16 +26,15 @@ from typing import Any, Final, NamedTuple
 import wrapt
 
 from otel_specdec.candidates import PICKS
-from otel_specdec.counts import ALL_RATIOS, SpecCounts
+from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.engines.vllm_candidates import Followed, Following
+from otel_specdec.engines.vllm_front_end import FrontHooks
+from otel_specdec.engines.vllm_shared import SpecDecWrapper, describe_config, logger
 from otel_specdec.names import MAX_POSITIONS
 
 SCHEDULER_MODULE: Final = "vllm.v1.core.sched.scheduler"
 _TALLY: Final = "_otel_specdec_tally"
-
-# Under vLLM's own logger name, so that its handlers show the line in the server's log, in its format.
-logger = logging.getLogger("vllm.otel_specdec")
 
 _nothing: Final = itertools.repeat(())
 
@@ -543,28 +541,17 @@ def describe(scheduler: Any) -> EngineDescription | None:
     same fields for something else.
     """
     config = scheduler.vllm_config
-    speculation = config.speculative_config
-    if speculation is None or getattr(scheduler, "num_sampled_tokens_per_step", 1) == 0:
+    if getattr(scheduler, "num_sampled_tokens_per_step", 1) == 0:
         return None
-    served = config.model_config.served_model_name  # a string; a list in some versions before the config is validated
-    if isinstance(served, list | tuple):
-        served = served[0] if served else None
     parallel = config.parallel_config
     index = getattr(parallel, "data_parallel_index", None)  # 0.14 on; before it the rank, which is reset nowhere
     if index is None:
         index = getattr(parallel, "data_parallel_rank", 0)
-    return EngineDescription(
-        provider="vllm",
-        model=str(served or config.model_config.model),
-        method=str(speculation.method or "unknown"),
-        max_drafts=int(speculation.num_speculative_tokens or 0),
-        index=int(index or 0),
-        ratios=ALL_RATIOS,
-    )
+    return describe_config(config, index=int(index or 0))
 
 
 class Hooks:
-    """The hooks on vLLM's scheduler for one listener. At most one is installed in a process.
+    """The hooks on vLLM's scheduler, and on its front end, for one listener. At most one is installed in a process.
 
     `install` may come before vllm is imported, after it, or after the engine was built; `remove` puts the originals
     back and leaves what was counted to be taken.
@@ -575,10 +562,12 @@ class Hooks:
 
     def __init__(self, listener: EngineListener) -> None:
         self.listener = listener
+        self._front = FrontHooks(listener)
 
     def install(self) -> None:
         """Hook the scheduler's class: now, or when its module is imported. Where it is not as known: one warning."""
         Hooks._installed = self
+        self._front.install()
         if SCHEDULER_MODULE in sys.modules:
             # Not sys.modules[...]: another thread may be in the middle of this import, and this waits for its end.
             self._wrap(importlib.import_module(SCHEDULER_MODULE))
@@ -590,10 +579,11 @@ class Hooks:
         """Put back what is still ours; if somebody has wrapped our wrapper since, it stays and does nothing."""
         if Hooks._installed is self:
             Hooks._installed = None
+        self._front.remove()
         scheduler = getattr(sys.modules.get(SCHEDULER_MODULE), "Scheduler", None)
         for name in ("__init__", "update_from_output", "finish_requests"):
             current = vars(scheduler).get(name) if inspect.isclass(scheduler) else None
-            if isinstance(current, _SpecDecWrapper):
+            if isinstance(current, SpecDecWrapper):
                 setattr(scheduler, name, current.__wrapped__)
 
     def _wrap(self, module: Any) -> None:
@@ -611,8 +601,8 @@ class Hooks:
             ("finish_requests", _around_finish),
         ):
             original = vars(scheduler)[name]
-            if not isinstance(original, _SpecDecWrapper):
-                setattr(scheduler, name, _SpecDecWrapper(original, around))
+            if not isinstance(original, SpecDecWrapper):
+                setattr(scheduler, name, SpecDecWrapper(original, around))
         logger.debug("otel_specdec hooked vLLM's Scheduler: __init__, update_from_output, finish_requests")
 
     def tally_for(self, scheduler: Any) -> StepTally | None:
@@ -629,10 +619,6 @@ class Hooks:
             if engine is not None:
                 self.listener.engine_started(engine, tally, tally.is_idle)
         return tally if tally.counts else None
-
-
-class _SpecDecWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # generic in wrapt 2 alone
-    """A class of our own, so that `remove` finds what is ours, and a second install wraps nothing twice."""
 
 
 def _on_import(module: Any) -> None:
