@@ -63,6 +63,10 @@ build/deploy-check: $(wildcard collector/deploy/check/*)
 mixin: $(VENVS)/downstream/.ready ## Write the rules, alerts and dashboards of collector/ anew from collector/mixin
 	$(VENVS)/downstream/bin/python -m collector.mixin
 
+.PHONY: semconv
+semconv: $(VENVS)/dev/.ready ## Write the tables of README.md and docs/ anew from the registry in semconv/
+	$(DEV)/python -m semconv
+
 .PHONY: images
 images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a run of a real vLLM, from the data of a real Prometheus, for the README
 	$(VENVS)/vllm/bin/python -m collector.plot run build/plot
@@ -180,4 +184,4 @@ lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *
 .PHONY: clean
 clean: ## Remove environments, reports and caches (uv's own cache stays)
 	rm -rf $(VENVS) build/reports dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find otel_specdec examples tests -name __pycache__ -prune -exec rm -rf {} +
+	find otel_specdec examples semconv tests -name __pycache__ -prune -exec rm -rf {} +
