@@ -119,6 +119,8 @@ def _metric(raw: Raw) -> Iterator[str]:
         yield f"metric {name!r}: what a backend appends (_total) and what an instrument is are no part of a name"
     if raw["instrument"] not in INSTRUMENTS:
         yield f"metric {name!r}: there is no instrument {raw['instrument']!r}"
+    if raw.get("requirement_level") not in ("recommended", "opt_in"):
+        yield f"metric {name!r} does not say whether it is emitted unasked"
 
 
 def _references(raw: Raw) -> Iterator[str]:

@@ -300,6 +300,7 @@ RENAMED = {"reason": "renamed", "renamed_to": "specdec.position"}
         (put("metrics", "specdec.generations", unit="generations"), "no unit"),
         (put("metrics", "specdec.generations", unit="{generations}"), "singular"),
         (put("metrics", "specdec.generations", instrument="sum"), "no instrument"),
+        (drop("metrics", "specdec.generations", "requirement_level"), "unasked"),
         (put("metrics", "specdec.generations", brief="Generations"), "no brief"),
         (put("attributes", "specdec.position", brief=""), "no brief"),
         (put("attributes", "specdec.position", stability="soon"), "no stability"),
