@@ -97,8 +97,9 @@ def test_every_block_of_code_is_one_that_a_test_runs() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("name", ["adding-an-engine", "proposal", "releasing", "semantic-conventions"])
+def test_links_within_the_repository_lead_somewhere(name: str) -> None:
+    page = ROOT / "docs" / f"{name}.md"
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", text):
         if link and not re.match(r"[a-z]+://", link):
