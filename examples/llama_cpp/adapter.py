@@ -108,12 +108,14 @@ class Stream:
         elif len(choices) > 1:  # whole, n > 1
             yield from ((i, True, SpecCounts()) for i in range(len(choices)))
             return
-        elif choices and isinstance(choices[0], dict):
-            finished = choices[0].get("finish_reason") is not None
-            index = choices[0].get("index")
-        else:  # the chunk with the usage; with n > 1 there is one for each, without its index
+        elif not choices:  # the chunk with the usage; with n > 1 there is one for each, without its index
             finished, index = True, self._without_choice
             self._without_choice += 1
+        elif isinstance(choices[0], dict):
+            finished = choices[0].get("finish_reason") is not None
+            index = choices[0].get("index")
+        else:
+            return
         # While it runs, drafts that are not there may be none yet: said now, they would be unknown for good.
         if finished or counts.accepted is not None:
             yield index if isinstance(index, int) else 0, finished, counts

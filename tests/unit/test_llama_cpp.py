@@ -146,7 +146,15 @@ def test_what_is_no_message_is_passed_over(meter: Meter) -> None:
         "data: []",
     ):
         stream.add(line)
-    for answer in (None, 7, "", b"", "[1, null]", {"error": {"message": "no"}}, {"choices": [None], "timings": 3}):
+    for answer in (
+        None,
+        7,
+        "",
+        b"",
+        "[1, null]",
+        {"error": {"message": "no"}},
+        {"choices": [None], "timings": {"predicted_n": 3}},
+    ):
         server.count(answer)
     server.count("[" * 100_000)
     assert meter.totals() == {}
