@@ -23,6 +23,9 @@ PLACES: Final = 64
 PICKS: Final = 4
 """Exemplars of one attribute set in one collection, at most."""
 
+MIN_PROPOSED: Final = 16
+"""Proposed draft tokens from which on a generation's accept rate says something of it."""
+
 
 class Candidate:
     """One followed generation. Owners derive from it and keep beside it what they need to know."""
@@ -36,6 +39,31 @@ class Candidate:
 
 
 C = TypeVar("C", bound=Candidate)
+
+
+def choose(finished: Sequence[C], drafts: Callable[[C], tuple[int, int] | None]) -> list[tuple[C, float | None]]:
+    """Which of the finished candidates exemplars will name: the one with the lowest accept rate, others uniformly.
+
+    Args:
+        finished: of one attribute set, lowest order first.
+        drafts: a candidate's accepted and proposed tokens since the last drain; None where one is not known.
+
+    Returns:
+        At most `PICKS`, and the accept rate (0 to 1) of that one, which has at least `MIN_PROPOSED` proposed tokens;
+        None for the others.
+    """
+    lowest: tuple[float, C] | None = None
+    for candidate in finished:
+        known = drafts(candidate)
+        if known is not None and known[1] >= MIN_PROPOSED:
+            rate = known[0] / known[1]
+            if lowest is None or rate < lowest[0]:
+                lowest = rate, candidate
+    if lowest is None:
+        return [(candidate, None) for candidate in finished[:PICKS]]
+    rate, worst = lowest
+    others = [candidate for candidate in finished if candidate is not worst]
+    return [(worst, rate), *((candidate, None) for candidate in others[: PICKS - 1])]
 
 
 class Candidates(Generic[C]):

@@ -29,10 +29,14 @@ OVERFLOW: Final = "otel.metric.overflow"
 RESPONSE_ID: Final = "gen_ai.response.id"
 CHOICE: Final = "specdec.choice"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
+PICK: Final = "specdec.pick"
 
 # Values of `SOURCE`: the same generation may be counted by both, so nothing ever sums over this attribute.
 ENGINE: Final = "engine"
 RESPONSE: Final = "response"
+
+# The value of `PICK`: of all that finished, the one with the lowest accept rate. Others are picked by chance.
+LOWEST: Final = "lowest"
 
 # Values of `REASON`.
 DUPLICATE: Final = "duplicate"

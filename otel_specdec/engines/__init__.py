@@ -85,6 +85,7 @@ class Picked:
         choice: which of the request's sequences it is (`1`, `0.2`: prompt index, child index), where it has several.
         session_id: the session that the request belongs to.
         trace: the request's trace context: W3C headers (`traceparent`), or the ids.
+        lowest_rate: its accept rate (0 to 1), if it was picked for having the lowest; None if it was picked by chance.
     """
 
     response_id: str
@@ -94,6 +95,7 @@ class Picked:
     choice: str | None = None
     session_id: str | None = None
     trace: Mapping[str, str] | TraceIds | None = None
+    lowest_rate: float | None = None
 
 
 @dataclass(slots=True)

@@ -19,13 +19,13 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import wrapt
 
-from otel_specdec.candidates import PICKS
+from otel_specdec.candidates import choose
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.engines.vllm_candidates import Followed, Following
@@ -257,7 +257,7 @@ class StepTally:
             sums, self._sums = self._sums, _StepSums()
             finished, self._finished = self._finished, 0
             followed = self._following.drain()
-        return Taken(_increments(sums.steps(), finished), [_picked(each) for each in followed[:PICKS]])
+        return Taken(_increments(sums.steps(), finished), [_picked(*each) for each in choose(followed, _drafts)])
 
 
 class _StepSums:
@@ -424,7 +424,11 @@ def _increments(steps: Mapping[Step, int], finished: int) -> list[Increment]:
     return increments
 
 
-def _picked(followed: Followed) -> Picked:
+def _drafts(followed: Followed) -> tuple[int, int]:
+    return followed.accepted, followed.proposed
+
+
+def _picked(followed: Followed, lowest_rate: float | None) -> Picked:
     response_id, choice = visible_id(followed.request_id)
     counts = SpecCounts(followed.accepted, followed.proposed, followed.verify, followed.completion, followed.emitted)
     return Picked(
@@ -435,6 +439,7 @@ def _picked(followed: Followed) -> Picked:
         choice=choice,
         session_id=followed.session_id if isinstance(followed.session_id, str) else None,
         trace=followed.trace_headers if isinstance(followed.trace_headers, Mapping) else None,
+        lowest_rate=lowest_rate,
     )
 
 
@@ -696,22 +701,23 @@ def _around_finish(wrapped: Callable[..., Any], scheduler: Any, args: Any, kwarg
     hooks = Hooks._installed
     if hooks is None:
         return wrapped(*args, **kwargs)
+    ids = args[0] if args else kwargs.get("request_ids")
+    if isinstance(ids, Iterable) and not isinstance(ids, Collection):
+        # An iterator, which the engine could not read again. What it raises is its owner's affair.
+        ids = tuple(ids)
+        if args:
+            args = (ids, *args[1:])
+        else:
+            kwargs = {**kwargs, "request_ids": ids}
     tally = None
     finishing: list[Any] = []
     try:
         tally = hooks.tally_for(scheduler)
         if tally is not None and not tally.finishing:
-            ids = args[0] if args else kwargs["request_ids"]
             if ids is None:  # all of them
                 ids = list(scheduler.requests)
             elif isinstance(ids, str):
                 ids = (ids,)
-            else:
-                ids = tuple(ids)  # it may be an iterator, which the engine could not read again
-                if args:
-                    args = (ids, *args[1:])
-                else:
-                    kwargs = {**kwargs, "request_ids": ids}
             finishing = tally.before_finish(scheduler, dict.fromkeys(ids))
     except Exception as error:
         hooks.listener.failed(error, "reading an abort in vLLM")

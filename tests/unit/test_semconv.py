@@ -24,7 +24,7 @@ from otel_specdec import (
     views,
 )
 from otel_specdec.counts import ALL_RATIOS
-from otel_specdec.engines import Increment, Picked, Taken, TraceIds
+from otel_specdec.engines import Increment, Picked, Taken
 from otel_specdec.instrumentors import EngineSource
 from otel_specdec.names import Metric
 from otel_specdec.sums import Series, pool_for
@@ -65,10 +65,9 @@ class PickedTally(HandTally):
 
     def take(self) -> Taken:
         taken = super().take()
-        trace_ids = TraceIds(0xABC, 0xDEF, sampled=True)
-        if taken.increments:
+        if taken.increments:  # without a trace, which leaves no room for all
             taken.picked = [
-                Picked("id", 1_000_000_000, 0.5, taken.increments, choice="0.1", session_id="s", trace=trace_ids)
+                Picked("id", 1_000_000_000, 0.5, taken.increments, choice="0.1", session_id="s", lowest_rate=0.7)
             ]
         return taken
 
@@ -190,6 +189,7 @@ def test_values_that_are_counted_are_those_of_the_code() -> None:
     assert members == {
         names.SOURCE: {names.ENGINE, names.RESPONSE},
         names.REASON: {names.DUPLICATE, names.CONFLICT, names.INVALID},
+        names.PICK: {names.LOWEST},
     }
     sets = {names.ratio_set(m, frozenset(s)) for m in with_ratio_set() for s in subsets(ALL_RATIOS)}
     assert set(REGISTRY.attributes[names.RATIO_SET].examples) <= sets

@@ -321,6 +321,24 @@ def test_aborts_are_counted_however_they_are_named(
         assert steps.scheduler.finished_with[-1][0] is type(ids)
 
 
+def test_what_the_callers_own_iterator_raises_reaches_the_caller(
+    meter: Meter, vllm: Import, instrumentor: VLLMSpecDecInstrumentor
+) -> None:
+    def ids() -> Iterator[str]:
+        yield "a"
+        raise LookupError("the caller's own")
+
+    instrumentor.instrument(meter_provider=meter.provider)
+    steps = Steps(vllm())
+    steps.add("a")
+    steps.step(a=(0, 1))
+    with pytest.raises(LookupError, match="the caller's own"):
+        steps.scheduler.finish_requests(ids())
+    assert steps.scheduler.requests
+    assert meter.totals() == counted(completion=1)
+    assert meter.errors() == {}
+
+
 def test_an_abort_without_a_token_is_no_generation(
     meter: Meter, vllm: Import, instrumentor: VLLMSpecDecInstrumentor
 ) -> None:
