@@ -17,7 +17,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTWARD = re.compile(r"(?<=\]\()\.\./(?P<path>[^)#\s]+)")
+# The place in a text that a link may name besides is not a place of the page that shows it.
+OUTWARD = re.compile(r"(?<=\]\()\.\./(?P<path>[^)#\s]+)(?:#[^)\s]*)?")
 LANGUAGES = {".py": "python", ".md": "markdown", ".yml": "yaml", ".yaml": "yaml", ".json": "json", ".toml": "toml"}
 
 

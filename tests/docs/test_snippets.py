@@ -25,6 +25,9 @@ LANGUAGES = {"python", "text", "sh", "promql", "yaml", "json"}
 ELSEWHERE = {("index.md", "from vllm import")}
 """Snippets that need a real engine: tests/vllm/test_docs.py runs them on one."""
 
+OTHERS = {"adding-an-engine.md": "tests/unit/test_adding_an_engine.py"}
+"""Pages whose snippets are files that import each other: these tests lay them out and run them."""
+
 run_python = PythonEvaluator()
 
 
@@ -56,7 +59,7 @@ def put_back() -> Iterator[None]:
             instrumentor.uninstrument()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OTHERS], ids=lambda page: page.name)
 def test_its_python_runs(page: Path) -> None:
     document = Sybil(PARSERS, path=str(ROOT)).parse(page)
     for example in document.examples():
@@ -69,6 +72,11 @@ def test_only_what_needs_an_engine_is_left_to_another_test() -> None:
     assert skipped == {name: 1 for name, _ in ELSEWHERE}
     for name, part in ELSEWHERE:
         assert part in pages[name].split("<!-- skip: next -->\n```python\n")[1].split("```")[0]
+
+
+@pytest.mark.parametrize(("page", "test"), OTHERS.items())
+def test_a_page_that_is_left_to_another_test_is_read_by_it(page: str, test: str) -> None:
+    assert page in (ROOT / test).read_text(encoding="utf-8")
 
 
 def test_every_block_says_what_it_is() -> None:
