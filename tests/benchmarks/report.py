@@ -81,7 +81,7 @@ def main() -> None:
         print(f"== {benchmark.command}", flush=True)
         printed = benchmark.run()
         print(printed, flush=True)
-        block = f"```\n$ {benchmark.command}    # {machine()}\n{printed}\n```"
+        block = f"```text\n$ {benchmark.command}    # {machine()}\n{printed}\n```"
         page = PAGE.read_text()
         marks = re.compile(rf"(<!-- {benchmark.name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         if not marks.search(page):
