@@ -196,6 +196,8 @@ def check_no_id_left(serving: Serving) -> None:
 def check_attributes(serving: Serving, engines: set[int], front_ends: int = 1) -> None:
     """Each engine and front end once, under an index or process of its own; the served name and the method on every
     point."""
+    # The server is healthy when one of its API servers is; the others come when they come.
+    assert serving.receiver.wait(lambda receiver: len(receiver.streams(Metric.TRIMMED.value)) >= front_ends, 120)
     every = serving.points()
     trimmed = [point for point in every if point.metric == Metric.TRIMMED.value]
     assert sorted(str(point.attributes["specdec.process"]) for point in trimmed) == [
