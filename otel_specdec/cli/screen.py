@@ -77,7 +77,8 @@ def _laid_out(pools: Sequence[Pool], room: int, width: int) -> Iterable[Renderab
     shown = sorted(
         sorted(pools, key=_tokens, reverse=True)[: lines if len(pools) <= lines else max(0, lines - 1)], key=pools.index
     )
-    yield from (Text(), _overview(shown, width))
+    if shown:
+        yield from (Text(), _overview(shown, width))
     if len(shown) < len(pools):
         yield _line(
             f"… and {len(pools) - len(shown)} with less to do: enlarge the terminal, or choose with --model",
@@ -173,23 +174,48 @@ def _generation(generation: Generation, width: int) -> Text:
 
 
 def _overview(pools: Sequence[Pool], width: int) -> RenderableType:
+    """A line for each, of one window (those marked * had nothing in it). What all have in common is in the head."""
+    periods = [_period(pool) for pool in pools]
+    titles = {title for title, _ in periods}
+    common = [_PERIOD if _PERIOD in titles else SINCE_START]
+    columns: list[tuple[str, list[str], str]] = []  # head, cells, style
+    for head, cells in (
+        ("\nmethod", [_name(pool)[1][:16] for pool in pools]),
+        ("\ncounted by", [_name(pool)[2] for pool in pools]),
+    ):
+        if len(set(cells)) > 1:
+            columns.append((head, cells, ""))
+        else:
+            common.append(cells[0])
+    for name, head in (
+        (names.ACCEPTANCE_LENGTH, "acceptance\nlength"),
+        (names.ACCEPT_RATE, "accept\nrate"),
+        (names.TOKENS_PER_VERIFY, "tokens/\nverify"),
+    ):
+        style = "bold green" if name == names.ACCEPTANCE_LENGTH else "bold"
+        columns.append((head, [ratio(name, pooled) for _, pooled in periods], style))
+    columns.append(("cover-\nage", [_coverage(pooled) for _, pooled in periods], ""))
+    columns.append(("gener-\nations", [f"{pooled.generations:,}" for _, pooled in periods], ""))
+    room = max(8, width - sum(max(map(len, [*head.split("\n"), *cells])) + 1 for head, cells, _ in columns))
     table = _table()
-    table.add_column("\nmodel", ratio=1, no_wrap=True, overflow="ellipsis")
-    for title in ("method", "counted by"):
-        table.add_column(f"\n{title}", no_wrap=True, overflow="ellipsis", max_width=16)
-    for title in ("acceptance\nlength", "accept\nrate", "tokens/\nverify", "cover-\nage", "gener-\nations"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.width = width
-    since = {title for title, _ in map(_period, pools)}
-    for pool in pools:
-        title, pooled = _period(pool)
-        model, method, who = _name(pool)
-        mark = "*" if len(since) > 1 and title == SINCE_START else ""
-        cells = [
-            Text(ratio(name, pooled), "bold green" if name == names.ACCEPTANCE_LENGTH else "bold") for name in TITLES
-        ]
-        table.add_row(mark + model, method, who, *cells, _coverage(pooled), f"{pooled.generations:,}")
+    table.add_column(f"{' · '.join(common)[:room]}\nmodel", no_wrap=True)
+    for head, _, style in columns:
+        table.add_column(head, style=style, justify="right" if style or "-" in head else "left", no_wrap=True)
+    for number, (pool, (title, _)) in enumerate(zip(pools, periods, strict=True)):
+        mark = "*" if len(titles) > 1 and title == SINCE_START else ""
+        model = mark + _shortened(_name(pool)[0], room - len(mark))
+        table.add_row(Text(model), *(Text(cells[number]) for _, cells, _ in columns))
     return table
+
+
+def _shortened(model: str, room: int) -> str:
+    """A model's name in so many characters; what tells models apart is in its last part, at both ends."""
+    if len(model) > room:
+        model = model.rstrip("/").rpartition("/")[2]
+    if len(model) > room:
+        end = (room - 1) // 2
+        model = f"{model[: room - 1 - end]}…{model[len(model) - end :]}"
+    return model
 
 
 def ratio(name: str, pooled: Pooled) -> str:

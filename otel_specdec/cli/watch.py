@@ -143,7 +143,7 @@ class _Watch:
     def _screen(self, remark: str, *, bounded: bool = True) -> Screen:
         windows = self._windows
         arrived = windows.last_arrival
-        ago = f"last heard of {time.time() - arrived:.0f} s ago" if arrived else "nothing heard of yet"
+        ago = f"heard {time.time() - arrived:.0f} s ago" if arrived else "nothing heard yet"
         remarks = [remark] if remark else []
         if windows.errors:
             remarks.append(f"errors inside the instrumentation: {_listed(windows.errors)} (see the engine's log)")
