@@ -34,6 +34,8 @@ _PROMPT: Final = "one two three four one two three four one two three four one t
 """It repeats itself, so that n-gram drafts are found."""
 _ROUNDS: Final = 4
 _LOOKBACK: Final = 300
+_FLUSHED: Final = 2.0
+"""Seconds after an answer in which an idle engine has exported what it did: half a second, and the way."""
 
 
 class ProofError(RuntimeError):
@@ -177,9 +179,7 @@ def _own_port(port: int, model: str) -> Iterator[tuple[Look, str]]:
     try:
         server = HttpServer(port, receive)
     except OSError as error:
-        raise ProofError(
-            f"port {port} cannot be listened on ({error.strerror}): choose another one with --port"
-        ) from None
+        raise ProofError(f"port {port} cannot be listened on ({error.strerror}): choose another with --port") from None
     threading.Thread(target=server.serve_forever, args=(0.05,), name="otlp", daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     how = (
@@ -250,11 +250,13 @@ def prove(options: argparse.Namespace) -> list[Finding]:
 
 
 def _wait(look: Look, before: Seen, end: float, pause: float) -> Seen:
-    """Look again until a generation is counted, or engines appear that had not been heard of; or the time is over."""
+    """Look again until a generation is counted or the time is over; strangers are given time to export all they did."""
+    answered = time.monotonic()
     while True:
         after = look()
         grown = increase(before, after)
-        if grown.counts.get(Metric.GENERATIONS) or grown.strangers or time.monotonic() > end:
+        flushed = grown.strangers and time.monotonic() > answered + _FLUSHED
+        if grown.counts.get(Metric.GENERATIONS) or flushed or time.monotonic() > end:
             return after
         time.sleep(pause)
 
