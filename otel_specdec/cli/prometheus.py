@@ -7,16 +7,14 @@ It does not tell start times, so a restart is seen where a value falls.
 from __future__ import annotations
 
 import base64
-import json
 import math
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote, urlencode, urlsplit
 
 from otel_specdec import names
+from otel_specdec.cli.json_api import ApiError, ask
 from otel_specdec.cli.windows import Named, Observation
 from otel_specdec.names import Metric
 
@@ -39,21 +37,18 @@ _SELECTOR: Final = '{{__name__=~"{}"}}'.format(
 )
 
 
-class PrometheusError(RuntimeError):
-    """It cannot be read; the message says why."""
-
-
 class Prometheus:
     """One server.
 
     Args:
-        url: its base, with user and password where it wants them. seconds: for each request.
+        url: its base, with user and password where it wants them; ApiError for one that is none. seconds: for each
+            request.
     """
 
     def __init__(self, url: str, seconds: float = 10.0) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise PrometheusError(f"{url} is no http:// or https:// URL")
+            raise ApiError(f"{url} is no http:// or https:// URL")
         host = parts.netloc.rpartition("@")[2]
         self.url = f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
         self._seconds = seconds
@@ -82,19 +77,11 @@ class Prometheus:
 
     def _get(self, what: str, **parameters: str) -> Any:
         # A post: a selector of ours is longer than some proxies allow a URL to be.
-        request = urllib.request.Request(f"{self.url}/api/v1/{what}", urlencode(parameters).encode(), self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._seconds) as answer:
-                data = json.load(answer)["data"]
-        except urllib.error.HTTPError as error:
-            with error:
-                why = error.read(500).decode(errors="replace").strip()
-            raise PrometheusError(f"{self.url} answers with HTTP {error.code}: {why}") from None
-        except OSError as error:
-            raise PrometheusError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from None
-        except (ValueError, KeyError, TypeError):
-            raise PrometheusError(f"{self.url} is no Prometheus: its answer cannot be read") from None
-        return data
+        url = f"{self.url}/api/v1/{what}"
+        answer = ask(url, self._seconds, urlencode(parameters).encode(), self._headers)
+        if not isinstance(answer, dict) or "data" not in answer:
+            raise ApiError(f"{url} is no Prometheus: its answer has no data")
+        return answer["data"]
 
 
 def _series(labels: Mapping[str, str]) -> tuple[Metric, frozenset[tuple[str, str]], dict[str, object]] | None:

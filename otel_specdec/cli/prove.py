@@ -14,8 +14,6 @@ import os
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +22,8 @@ from typing import Any, Final
 
 from otel_specdec import names
 from otel_specdec.cli.findings import PROBLEM, Finding, State, Topic, exit_status, show
-from otel_specdec.cli.prometheus import Prometheus, PrometheusError
+from otel_specdec.cli.json_api import ApiError, ask
+from otel_specdec.cli.prometheus import Prometheus
 from otel_specdec.cli.windows import FIELDS, Named, Observation
 from otel_specdec.names import Metric
 
@@ -89,16 +88,7 @@ class Server:
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self._base + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self._seconds) as answer:
-                found = json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                why = error.read(500).decode(errors="replace").strip()
-            raise ProofError(f"{self._base}{path} answers with HTTP {error.code}: {why}") from None
-        except (OSError, ValueError) as error:
-            raise ProofError(f"{self._base}{path} cannot be read: {getattr(error, 'reason', error)}") from None
+        found = ask(self._base + path, self._seconds, data, headers)
         if not isinstance(found, dict):
             raise ProofError(f"{self._base}{path} is no OpenAI-compatible API")
         return found
@@ -212,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
     """Send, read, compare, print; returns the exit status."""
     try:
         findings = prove(options)
-    except (ProofError, PrometheusError) as error:
+    except (ProofError, ApiError) as error:
         if options.json:
             show([PROOF.problem("proof", str(error), "See `otel-specdec doctor --help`.")], as_json=True)
         else:

@@ -19,7 +19,8 @@ from rich.live import Live
 
 from otel_specdec import names
 from otel_specdec.cli.findings import FINE, PROBLEM
-from otel_specdec.cli.prometheus import Prometheus, PrometheusError
+from otel_specdec.cli.json_api import ApiError
+from otel_specdec.cli.prometheus import Prometheus
 from otel_specdec.cli.screen import Screen, as_json
 from otel_specdec.cli.windows import MAX_GROUPS, MAX_SERIES, WINDOWS, Group, Windows
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
             if options.once:
                 return watch.once()
             watch.live()
-    except (OSError, PrometheusError) as error:
+    except (OSError, ApiError) as error:
         print(f"otel-specdec watch: {error}", file=sys.stderr)
         return PROBLEM
     except KeyboardInterrupt:
@@ -87,7 +88,7 @@ def _from_prometheus(url: str, windows: Windows) -> Iterator[Feed]:
         try:
             found = prometheus.samples(_POLL_LOOKBACK)
             windows.observe(found, prometheus.exemplars(_POLL_LOOKBACK, time.time()), sampled=True)
-        except PrometheusError as error:
+        except ApiError as error:
             return str(error)
         return "" if windows.last_arrival else "It has no specdec series of the last minutes."
 

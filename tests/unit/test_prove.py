@@ -199,7 +199,7 @@ def states(findings: list[Finding]) -> dict[str, State]:
 def test_no_server_no_model_and_no_api_are_status_1(capsys: Any) -> None:
     port = str(free_port())
     assert main(["doctor", "--prove", f"http://127.0.0.1:{port}", "--port", port]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    assert "does not answer" in capsys.readouterr().err
     assert main(["doctor", "--json", "--prove", f"http://127.0.0.1:{port}", "--port", port]) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["state"] == "problem"
 

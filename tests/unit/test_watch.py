@@ -29,8 +29,9 @@ from rich.console import Console
 
 from examples.vllm_demo.server import free_port
 from otel_specdec import GenerationExemplarFilter, GenerationReport, SpecCounts, SpecDecRecorder, names, views
+from otel_specdec.cli.json_api import ApiError
 from otel_specdec.cli.main import main
-from otel_specdec.cli.prometheus import Prometheus, PrometheusError
+from otel_specdec.cli.prometheus import Prometheus
 from otel_specdec.cli.screen import Screen
 from otel_specdec.cli.windows import Group, Named, Observation, Windows
 from otel_specdec.names import Metric
@@ -422,13 +423,13 @@ def test_prometheus_with_a_password_gets_it_and_nobody_sees_it() -> None:
 
 
 def test_what_prometheus_does_not_do_is_an_error_that_says_it() -> None:
-    with prometheus({"query": {}}, status=503) as (url, _), pytest.raises(PrometheusError, match="HTTP 503"):
+    with prometheus({"query": {}}, status=503) as (url, _), pytest.raises(ApiError, match="HTTP 503"):
         Prometheus(url).samples(60)
-    with pytest.raises(PrometheusError, match="does not answer"):
+    with pytest.raises(ApiError, match="does not answer"):
         Prometheus(url).samples(60)
-    with pytest.raises(PrometheusError, match="no http"):
+    with pytest.raises(ApiError, match="no http"):
         Prometheus("localhost:9090")
-    with prometheus({}) as (url, _), pytest.raises(PrometheusError):
+    with prometheus({}) as (url, _), pytest.raises(ApiError):
         Prometheus(url).samples(60)
 
 
