@@ -42,9 +42,9 @@ def examine(setup: Setup) -> list[Finding]:
     return [finding for check in _CHECKS for finding in check(setup)]
 
 
-def run(options: argparse.Namespace, server: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Examine, print, and return the exit status."""
-    command = ServerCommand.read(server) if server else None
+    command = ServerCommand.read(options.server) if options.server else None
     if command:
         os.environ.update(command.variables)  # the SDK reads them itself
     with warnings_of("opentelemetry"):  # what the SDK thinks of a variable is said by a finding, or is not ours

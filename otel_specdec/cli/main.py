@@ -40,17 +40,18 @@ of this command), by model, method and source. It keeps those sums and the lates
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="otel-specdec",
-        description="For the people who run engines with speculative decoding: doctor and watch.",
+        description="For the people who run engines with speculative decoding.",
         epilog=_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{doctor,watch}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser(
         "doctor", help="what would be counted here, and what keeps it from arriving", description=_DOCTOR,
         usage="otel-specdec doctor [options] [-- SERVER COMMAND ...]", epilog=_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    doctor.set_defaults(run=_doctor, server=[])
     doctor.add_argument("--json", action="store_true", help="the findings as one JSON object")
     doctor.add_argument(
         "--timeout", type=_seconds, default=2.0, metavar="S", help="for each connection, in seconds (2)"
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    watch.set_defaults(run=_watch)
     watch.add_argument("--prometheus", metavar="URL", help="read this Prometheus instead of listening")
     watch.add_argument("--port", type=_port, default=4318, help="the OTLP/HTTP port to listen on, on loopback (4318)")
     watch.add_argument("--model", metavar="TEXT", help="only models whose name contains this")
@@ -96,6 +98,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+# Imported late: each command needs other things, and `doctor` next to nothing.
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if options.prove:
+        from otel_specdec.cli import prove
+
+        return prove.run(options)
+    from otel_specdec.cli import doctor
+
+    return doctor.run(options)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from otel_specdec.cli import watch
+
+    return watch.run(options)
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 <= seconds <= 86_400:
@@ -110,34 +131,32 @@ def _port(text: str) -> int:
     return port
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; a wrong command line ends by `SystemExit` with 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    server: list[str] = []
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read a command line; a wrong one ends by `SystemExit` with 2, and says why."""
+    arguments, server = list(arguments), list[str]()
     if "--" in arguments:  # not argparse's own: what it makes of `--` before a rest differs by Python version
         split = arguments.index("--")
         arguments, server = arguments[:split], arguments[split + 1 :]
     parser = _parser()
     options = parser.parse_args(arguments)
-    if server and (options.command != "doctor" or options.prove):
-        parser.error("a server's command line goes with `doctor` alone")
+    if server:
+        if options.command != "doctor" or options.prove:
+            parser.error("a server's command line goes with `doctor` alone")
+        options.server = server
     if options.command == "doctor" and options.prometheus and not options.prove:
         parser.error("--prometheus goes with --prove")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; see `parse`."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no arrows and bars gets question marks
     try:
-        if options.command == "watch":
-            from otel_specdec.cli.watch import run as watch
-
-            return watch(options)
-        if options.prove:
-            from otel_specdec.cli.prove import run as prove
-
-            return prove(options)
-        from otel_specdec.cli.doctor import run as doctor
-
-        return doctor(options, server)
+        status: int = options.run(options)
+        return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except ImportError as error:

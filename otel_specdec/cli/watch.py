@@ -107,24 +107,25 @@ class _Watch:
         """Wait for counters, print them, and return the exit status: 1 where none came."""
         end = time.monotonic() + self._options.wait
         collected = time.monotonic() + self._options.collect
+        pause = 2.0 if self._options.prometheus else 0.2
         remark = self._update()
         while time.monotonic() < collected or (not self._pools() and time.monotonic() < end):
-            time.sleep(0.2)
-            if not self._options.prometheus or int(time.monotonic() * 5) % 10 == 0:
-                remark = self._update()
+            time.sleep(pause)
+            remark = self._update()
         self._print(remark, bounded=False)
         return FINE if self._pools() else PROBLEM
 
     def live(self) -> None:
         """Draw until Ctrl-C: in place on a terminal, else one screen after another."""
+        pause = max(0.1, self._options.refresh)
         if self._options.json or not self._console.is_terminal:
             while True:
                 self._print(self._update(), bounded=False)
-                time.sleep(self._options.refresh)
+                time.sleep(pause)
         with Live(self._screen(""), console=self._console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(self._screen(self._update()), refresh=True)
-                time.sleep(self._options.refresh)
+                time.sleep(pause)
 
     def _print(self, remark: str, *, bounded: bool) -> None:
         if self._options.json:

@@ -230,7 +230,7 @@ def wait_for_port(port: int) -> None:
 @pytest.mark.parametrize("temporality", [AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA])
 def test_once_as_json_of_real_exports_of_either_temporality(temporality: AggregationTemporality) -> None:
     port = free_port()
-    process = started("--once", "--json", "--collect", "4", "--port", str(port))
+    process = started("--once", "--json", "--collect", "2.5", "--port", str(port))
     with ended(process):
         wait_for_port(port)
         with exporting(port, temporality) as provider:
