@@ -61,7 +61,7 @@ def plain(text: str) -> str:
 
 
 @contextmanager
-def receiver(status: int = 200) -> Iterator[tuple[str, list[tuple[str, dict[str, str], bytes]]]]:
+def receiver(status: int = 200, location: str = "") -> Iterator[tuple[str, list[tuple[str, dict[str, str], bytes]]]]:
     """An HTTP server on loopback, and the posts that it got."""
     posts: list[tuple[str, dict[str, str], bytes]] = []
 
@@ -70,6 +70,8 @@ def receiver(status: int = 200) -> Iterator[tuple[str, list[tuple[str, dict[str,
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             posts.append((self.path, {name.lower(): value for name, value in self.headers.items()}, body))
             self.send_response(status)
+            if location:
+                self.send_header("location", location)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None: ...

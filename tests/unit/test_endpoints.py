@@ -82,6 +82,14 @@ def test_every_answer_says_something(status: int, reachable: bool, says: str) ->
     assert bool(answer.do) is not reachable
 
 
+def test_a_redirect_is_not_followed() -> None:
+    with receiver() as (other, posts), receiver(302, f"{other}/v1/metrics") as (url, _):
+        answer = ask(HTTP, 2, {ENDPOINT: url})
+    assert answer.reachable is False
+    assert "(HTTP 302)" in answer.says
+    assert posts == []
+
+
 @pytest.mark.parametrize("exporter", [HTTP, GRPC])
 def test_a_closed_port(exporter: str) -> None:
     answer = ask(exporter, 2, {ENDPOINT: closed_port()})

@@ -23,12 +23,18 @@ from urllib.parse import parse_qs
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+    AGGREGATION_TEMPORALITY_CUMULATIVE,
+    AGGREGATION_TEMPORALITY_DELTA,
+)
 from opentelemetry.sdk.metrics import Counter, MeterProvider
 from opentelemetry.sdk.metrics.export import AggregationTemporality, InMemoryMetricReader, PeriodicExportingMetricReader
 from rich.console import Console
 
 from examples.vllm_demo.server import free_port
 from otel_specdec import GenerationExemplarFilter, GenerationReport, SpecCounts, SpecDecRecorder, names, views
+from otel_specdec.cli import otlp
 from otel_specdec.cli.json_api import ApiError
 from otel_specdec.cli.main import main
 from otel_specdec.cli.prometheus import Prometheus
@@ -256,6 +262,29 @@ def test_once_as_json_of_real_exports_of_either_temporality(temporality: Aggrega
     assert group["latest"][0]["counts"] == {
         "accepted": 10, "proposed": 16, "verify": 4, "completion": 15, "emitted": 14,
     }  # fmt: skip
+
+
+def test_of_a_request_ours_alone_is_taken_with_its_temporality_and_its_named_exemplars() -> None:
+    request = ExportMetricsServiceRequest()
+    scope = request.resource_metrics.add().scope_metrics.add()
+    delta, cumulative = AGGREGATION_TEMPORALITY_DELTA, AGGREGATION_TEMPORALITY_CUMULATIVE
+    for name, temporality in (
+        ("specdec.verify_steps", delta),
+        ("specdec.verify_steps", cumulative),
+        ("http.requests", cumulative),
+    ):
+        metric = scope.metrics.add(name=name)
+        metric.sum.aggregation_temporality = temporality
+        point = metric.sum.data_points.add(as_int=5, start_time_unix_nano=1, time_unix_nano=2)
+        point.exemplars.add(as_int=5, time_unix_nano=3_000_000)  # of a trace, say
+        exemplar = point.exemplars.add(as_int=5, time_unix_nano=3_000_000)
+        exemplar.filtered_attributes.add(key=names.RESPONSE_ID).value.string_value = "cmpl-1"
+    observed, named = otlp.observations(request)
+    assert [(each.metric, each.value, each.start, each.time, each.delta) for each in observed] == [
+        (Metric.VERIFY, 5, 1, 2, True),
+        (Metric.VERIFY, 5, 1, 2, False),
+    ]
+    assert [(each.response_id, each.time_ms, each.value) for each in named] == [("cmpl-1", 3, 5)] * 2
 
 
 def test_once_where_nothing_arrives_is_status_1_and_says_how_to_export(capsys: Any) -> None:
