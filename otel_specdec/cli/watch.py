@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Final
 
 from rich.console import Console
@@ -34,19 +36,44 @@ _POLL_LOOKBACK: Final = 120
 def run(options: argparse.Namespace) -> int:
     """Watch until Ctrl-C, or print once; returns the exit status."""
     windows = Windows()
+    told = _Told()
+    previous = {number: signal.signal(number, told) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         feed = _from_prometheus(options.prometheus, windows) if options.prometheus else _by_otlp(options.port, windows)
         with feed as (source, update):
-            watch = _Watch(options, windows, source, update)
+            watch = _Watch(options, windows, source, update, told)
             if options.once:
                 return watch.once()
             watch.live()
     except (OSError, ApiError) as error:
         print(f"otel-specdec watch: {error}", file=sys.stderr)
         return PROBLEM
-    except KeyboardInterrupt:
-        pass  # the usual end
-    return FINE
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return FINE if told.number in (0, signal.SIGINT) else 128 + told.number
+
+
+class _Told:
+    """Whether we are told to end, by Ctrl-C or SIGTERM.
+
+    It is looked at between two screens: an exception in the middle of one may leave rich with a terminal that it does
+    not give back. Told once more, it is an exception, for where an answer is waited for.
+    """
+
+    number = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def within(self, seconds: float) -> bool:
+        """Wait for so long at most; whether we are told to end."""
+        end = time.monotonic() + seconds
+        while not self.number and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+        return bool(self.number)
 
 
 Feed = tuple[str, Callable[[], str]]
@@ -96,11 +123,14 @@ def _from_prometheus(url: str, windows: Windows) -> Iterator[Feed]:
 
 
 class _Watch:
-    def __init__(self, options: argparse.Namespace, windows: Windows, source: str, update: Callable[[], str]) -> None:
+    def __init__(
+        self, options: argparse.Namespace, windows: Windows, source: str, update: Callable[[], str], told: _Told
+    ) -> None:
         self._options = options
         self._windows = windows
         self._source = source
         self._update = update
+        self._told = told
         self._console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
     def once(self) -> int:
@@ -110,7 +140,8 @@ class _Watch:
         pause = 2.0 if self._options.prometheus else 0.2
         remark = self._update()
         while time.monotonic() < collected or (not self._pools() and time.monotonic() < end):
-            time.sleep(pause)
+            if self._told.within(pause):
+                break
             remark = self._update()
         self._print(remark, bounded=False)
         return FINE if self._pools() else PROBLEM
@@ -119,13 +150,13 @@ class _Watch:
         """Draw until Ctrl-C: in place on a terminal, else one screen after another."""
         pause = max(0.1, self._options.refresh)
         if self._options.json or not self._console.is_terminal:
-            while True:
+            self._print(self._update(), bounded=False)
+            while not self._told.within(pause):
                 self._print(self._update(), bounded=False)
-                time.sleep(pause)
-        with Live(self._screen(""), console=self._console, screen=True, auto_refresh=False) as live:
-            while True:
+            return
+        with Live(self._screen(self._update()), console=self._console, screen=True, auto_refresh=False) as live:
+            while not self._told.within(pause):
                 live.update(self._screen(self._update()), refresh=True)
-                time.sleep(pause)
 
     def _print(self, remark: str, *, bounded: bool) -> None:
         if self._options.json:

@@ -337,9 +337,7 @@ def test_live_on_a_terminal_it_draws_in_place_follows_a_resize_and_ends_with_ctr
             fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 140, 100, 0, 0))
             os.killpg(process.pid, signal.SIGWINCH)
             assert arrives(shown, b"acceptance length")  # now there is room for more
-        os.write(ours, b"\x03")  # Ctrl-C, by the terminal
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does for Ctrl-C
         assert process.wait(20) == 0
     reading.join(5)
     os.close(ours)
@@ -358,7 +356,8 @@ def arrives(shown: list[bytes], what: bytes, seconds: float = 20) -> bool:
     return True
 
 
-def test_live_without_a_terminal_it_prints_plain_screens_and_ends_with_sigint() -> None:
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_live_without_a_terminal_it_prints_plain_screens_and_ends_when_told(how: signal.Signals, status: int) -> None:
     port = free_port()
     process = started("--port", str(port), "--refresh", "0.2")
     with ended(process):
@@ -367,9 +366,9 @@ def test_live_without_a_terminal_it_prints_plain_screens_and_ends_with_sigint() 
             record(provider, 1)
             provider.force_flush()
         time.sleep(1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         out, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (status, "")
     assert "\033" not in out
     assert out.count("tiny · eagle · vllm response") > 1
 
