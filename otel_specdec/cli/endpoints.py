@@ -80,8 +80,7 @@ def _no_connection(endpoint: str, error: Exception) -> Answer:
         False,
         f"Nothing answers at {shown(endpoint)} ({why}): no export gets through.",
         "Start the receiver (a collector, Prometheus with --web.enable-otlp-receiver, or `otel-specdec watch`), or "
-        "correct "
-        "OTEL_EXPORTER_OTLP_ENDPOINT. Run the doctor where the server runs: localhost is another one in each "
+        "correct OTEL_EXPORTER_OTLP_ENDPOINT. Run the doctor where the server runs: localhost is another one in each "
         "container.",
     )
 
@@ -151,8 +150,7 @@ def _of_status(status: int, where: str) -> Answer:
             False,
             f"Something answers at {where}, but not to OTLP metrics (HTTP {status}).",
             "OTEL_EXPORTER_OTLP_ENDPOINT is a base to which v1/metrics is added, OTEL_EXPORTER_OTLP_METRICS_ENDPOINT "
-            "the "
-            "whole URL; Prometheus takes OTLP at /api/v1/otlp/v1/metrics, with --web.enable-otlp-receiver.",
+            "the whole URL; Prometheus takes OTLP at /api/v1/otlp/v1/metrics, with --web.enable-otlp-receiver.",
         )
     if status < 500:
         return Answer(True, f"{where} answers (HTTP {status} to an empty export).")

@@ -66,8 +66,7 @@ def _engine(setup: Setup, engine: Engine) -> Iterator[Finding]:
         yield ENGINES.problem(
             check,
             f"{engine.shown}: {what}. Its hooks are not as otel-specdec {__version__} knows them "
-            f"({'; '.join(differences)}): "
-            "nothing is counted, and the engine is left as it is.",
+            f"({'; '.join(differences)}): nothing is counted, and the engine is left as it is.",
             "Upgrade otel-specdec (pip install --upgrade otel-specdec); if this is its newest version, please report "
             "it.",
         )
@@ -101,8 +100,7 @@ def _unseen_modes(setup: Setup) -> Iterator[Finding]:
         yield ENGINES.note(
             "sglang.modes",
             "SGLang is not seen with SGLANG_RUST_SERVER=1, with --smg-grpc-mode, and on the prefill side of a "
-            "disaggregated "
-            "server.",
+            "disaggregated server.",
             "Give the doctor the server's command line, after `--`, and it looks for them.",
         )
 
@@ -119,7 +117,6 @@ def speculation(setup: Setup) -> Iterator[Finding]:
     yield ENGINES.warning(
         "speculation",
         f"The command line has no {option}{'' if speculates is False else '; its --config file may'}: without "
-        "speculation "
-        "there is not one point.",
+        "speculation there is not one point.",
         f"Give the server {option}.",
     )

@@ -45,16 +45,14 @@ def asked_for(setup: Setup) -> Iterator[Finding]:
         yield EXPORT.warning(
             "asked_for",
             "No variable asks for metrics. Under `opentelemetry-instrument` they are exported by OTLP all the same; "
-            "the "
-            "engines' plugins start nothing.",
+            "the engines' plugins start nothing.",
             ask,
         )
     else:
         yield EXPORT.problem(
             "asked_for",
             "No variable asks for metrics: nothing is started, and nothing counted. (OTEL_EXPORTER_OTLP_ENDPOINT "
-            "alone asks "
-            "for none.)",
+            "alone asks for none.)",
             ask,
         )
 
@@ -65,15 +63,11 @@ def exporters(setup: Setup) -> Iterator[Finding]:
         check = f"exporter.{name}"
         found = list(entry_points(group=EXPORTERS, name=name))
         if not found:
-            package = {
-                endpoints.GRPC: "opentelemetry-exporter-otlp",
-                endpoints.HTTP: "opentelemetry-exporter-otlp",
-            }.get(name, "its package")
             yield EXPORT.problem(
                 check,
                 f"The metrics exporter {name} is not installed: nothing is exported to it.",
-                f"pip install {package}"
-                if " " not in package
+                "pip install opentelemetry-exporter-otlp"
+                if name in _PROTOCOLS
                 else "Install its package, or correct OTEL_METRICS_EXPORTER and OTEL_EXPORTER_OTLP_PROTOCOL.",
             )
             continue
@@ -93,8 +87,7 @@ def exporters(setup: Setup) -> Iterator[Finding]:
                 "prometheus_port",
                 State.PROBLEM if setup.instrumented else State.WARNING,
                 "The exporter prometheus opens one port in every process: under `opentelemetry-instrument` the "
-                "server's "
-                "first process takes it, and the engine core or second worker, which counts, finds it taken.",
+                "server's first process takes it, and the engine core or second worker, which counts, finds it taken.",
                 "Export by OTLP (OTEL_METRICS_EXPORTER=otlp), to Prometheus 3 itself or to a collector.",
             )
     if setup.exporters and setup.instrumented is not False and setup.has_distro:
@@ -119,8 +112,7 @@ def _when_instrumented(setup: Setup) -> Iterator[Finding]:
         yield EXPORT.warning(
             "protocol",
             f"No protocol is set: `opentelemetry-instrument` asks for {', '.join(under)}, which is not installed, and "
-            "sets "
-            "nothing up.",
+            "sets nothing up.",
             "export OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf",
         )
 

@@ -173,7 +173,7 @@ def _own_port(port: int, model: str) -> Iterator[tuple[Look, str]]:
     threading.Thread(target=server.serve_forever, args=(0.05,), name="otlp", daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     how = (
-        f"The server must export to it: OTEL_METRICS_EXPORTER=otlp OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf "
+        "The server must export to it: OTEL_METRICS_EXPORTER=otlp OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf "
         f"OTEL_EXPORTER_OTLP_ENDPOINT={url}"
     )
     try:

@@ -26,6 +26,7 @@ TITLES: Final = {
     names.ACCEPT_RATE: "accept rate",
     names.TOKENS_PER_VERIFY: "tokens/verify",
 }
+_CAVEAT: Final = "tokens/verify has tokens of steps without drafts in it: compare it with itself"
 _BAR: Final = 24
 _RATIO_LINES: Final = 2 + len(WINDOWS) + 1  # title, head, windows, since start
 _SHOWN_GENERATIONS: Final = 3
@@ -54,16 +55,17 @@ class Screen:
         yield _line(self.status, "dim", width)
         yield from (_line(remark, "yellow", width) for remark in remarks)
         room = (options.height or console.height) - 1 - len(remarks) if self.bounded else 100_000
-        yield from _laid_out(self.pools, room, width)
+        for place, block in enumerate(_blocks(self.pools, room, width)):
+            yield _line("" if place else _CAVEAT, "dim", width)
+            yield block
 
 
-def _laid_out(pools: Sequence[Pool], room: int, width: int) -> Iterable[RenderableType]:
+def _blocks(pools: Sequence[Pool], room: int, width: int) -> Iterable[RenderableType]:
+    """What is shown, in so many lines with the one before each block: empty, before the first one the caveat."""
     if not pools:
         return
-    # Each block is preceded by an empty line.
     if sum(1 + _full_lines(pool) for pool in pools) <= room:
-        for pool in pools:
-            yield from (Text(), _full(pool, width))
+        yield from (_full(pool, width) for pool in pools)
         return
     ratios_alone = (1 + _RATIO_LINES) * len(pools)
     if ratios_alone <= room:
@@ -71,26 +73,22 @@ def _laid_out(pools: Sequence[Pool], room: int, width: int) -> Iterable[Renderab
             more = _full_lines(pool) - _RATIO_LINES
             fits = ratios_alone + more <= room
             ratios_alone += more if fits else 0
-            yield from (Text(), _full(pool, width) if fits else _ratios(pool, width))
+            yield _full(pool, width) if fits else _ratios(pool, width)
         return
-    lines = room - 3  # an empty line, and the head's two
+    lines = room - 3  # the one before the block, and the head's two
     shown = sorted(
         sorted(pools, key=_tokens, reverse=True)[: lines if len(pools) <= lines else max(0, lines - 1)], key=pools.index
     )
-    if shown:
-        yield from (Text(), _overview(shown, width))
     if len(shown) < len(pools):
-        yield _line(
-            f"… and {len(pools) - len(shown)} with less to do: enlarge the terminal, or choose with --model",
-            "dim",
-            width,
-        )
+        rest = f"… and {len(pools) - len(shown)} with less to do: enlarge the terminal, or choose with --model"
+        yield Group(*([_overview(shown, width)] if shown else []), _line(rest, "dim", width))
         return
+    yield _overview(shown, width)
     room = lines - len(pools)
     for pool in sorted(pools, key=_tokens, reverse=True):
         if 1 + _full_lines(pool) <= room:
             room -= 1 + _full_lines(pool)
-            yield from (Text(), _full(pool, width))
+            yield _full(pool, width)
 
 
 def _tokens(pool: Pool) -> int:

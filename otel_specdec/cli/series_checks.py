@@ -45,8 +45,7 @@ def resource(setup: Setup) -> Iterator[Finding]:
         yield SERIES.note(
             "instance_id",
             f"The resource has no service.instance.id: {names.PROCESS} ends in random digits instead, so that each "
-            "start of "
-            "a server makes new series.",
+            "start of a server makes new series.",
             "OTEL_RESOURCE_ATTRIBUTES=service.instance.id=…, another one for each server, also for two in one pod.",
         )
 
@@ -60,8 +59,7 @@ def views(setup: Setup) -> Iterator[Finding]:
         yield SERIES.warning(
             "views",
             f"{file} is set: the doctor does not read it. A view in it that matches our instruments, as * does, would "
-            "double "
-            "their sums beside ours.",
+            "double their sums beside ours.",
             f"Exclude the meter {names.METER} from such a view.",
         )
     else:
@@ -150,8 +148,7 @@ def traces(setup: Setup) -> Iterator[Finding]:
         yield EXEMPLARS.note(
             "trace_headers",
             "vLLM 0.32 drops a request's trace headers unless it is started with --otlp-traces-endpoint: exemplars "
-            "then have "
-            "ids and no traces.",
+            "then have ids and no traces.",
             "Add --otlp-traces-endpoint URL if clients send traceparent.",
         )
     if SGLANG in setup.engines and not (setup.command and setup.command.option("enable-trace") is not None):

@@ -54,24 +54,24 @@ def _sglang_differences() -> list[str] | None:
 
 
 VLLM: Final = Engine(
-    "vllm",
-    "vLLM",
-    VLLM_DISTRIBUTIONS,
-    "specdec_vllm",
-    "vllm.general_plugins",
-    "VLLM_PLUGINS",
-    "vllm.plugins",
-    _vllm_differences,
+    name="vllm",
+    shown="vLLM",
+    distributions=VLLM_DISTRIBUTIONS,
+    entry_point="specdec_vllm",
+    plugins="vllm.general_plugins",
+    chosen_by="VLLM_PLUGINS",
+    loader="vllm.plugins",
+    differences=_vllm_differences,
 )
 SGLANG: Final = Engine(
-    "sglang",
-    "SGLang",
-    SGLANG_DISTRIBUTIONS,
-    "specdec_sglang",
-    "sglang.srt.plugins",
-    "SGLANG_PLUGINS",
-    "sglang.srt.plugins",
-    _sglang_differences,
+    name="sglang",
+    shown="SGLang",
+    distributions=SGLANG_DISTRIBUTIONS,
+    entry_point="specdec_sglang",
+    plugins="sglang.srt.plugins",
+    chosen_by="SGLANG_PLUGINS",
+    loader="sglang.srt.plugins",
+    differences=_sglang_differences,
 )
 
 

@@ -97,7 +97,7 @@ def _by_otlp(port: int, windows: Windows) -> Iterator[Feed]:
     threading.Thread(target=server.serve_forever, args=(0.05,), name="otlp", daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     wanted = (
-        f"Start the server with OTEL_METRICS_EXPORTER=otlp OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf "
+        "Start the server with OTEL_METRICS_EXPORTER=otlp OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf "
         f"OTEL_EXPORTER_OTLP_ENDPOINT={url}"
     )
     try:

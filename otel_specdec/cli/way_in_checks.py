@@ -56,8 +56,7 @@ def entry_points(setup: Setup) -> Iterator[Finding]:
         yield WAY_IN.ok(
             "entry_points",
             f"Both entry points of each engine are found: by {INSTRUMENTORS}, and by {VLLM.plugins} and "
-            f"{SGLANG.plugins}. "
-            "Both together hook once.",
+            f"{SGLANG.plugins}. Both together hook once.",
         )
 
 
@@ -71,8 +70,7 @@ def plugins(setup: Setup) -> Iterator[Finding]:
             yield WAY_IN.warning(
                 f"plugin.{engine.name}",
                 f"{engine.chosen_by} does not name {engine.entry_point}: {engine.shown} does not load the plugin, and "
-                "only "
-                "`opentelemetry-instrument` gets in.",
+                "only `opentelemetry-instrument` gets in.",
                 f"Add {engine.entry_point} to {engine.chosen_by}.",
             )
         elif find_spec(engine.name) is not None and sources.source_of(engine.loader) is None:
@@ -91,8 +89,8 @@ def auto_instrumentation(setup: Setup) -> Iterator[Finding]:
     if setup.instrumented is False:
         yield WAY_IN.note(
             "auto",
-            "The server does not run under `opentelemetry-instrument`: it is counted by the engine's own plugin, where "
-            "metrics are asked for.",
+            "The server does not run under `opentelemetry-instrument`: it is counted by the engine's own plugin, "
+            "where metrics are asked for.",
             "Put `opentelemetry-instrument` in front where the plugin does not get in (SGLang's tokenizer workers).",
         )
         return
