@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_INSTRUMENT = "opentelemetry-instrument"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -31,7 +32,7 @@ class ServerCommand:
             word = command.words[0]
             if match := _ASSIGNMENT.fullmatch(word):
                 command.variables[match[1]] = match[2]
-            elif os.path.basename(word) == "opentelemetry-instrument":
+            elif os.path.basename(word) == _INSTRUMENT:
                 command.instrumented = True
             elif command.instrumented and word.startswith("--"):
                 name, given, value = word[2:].partition("=")
@@ -43,6 +44,8 @@ class ServerCommand:
             elif os.path.basename(word) not in ("env", "exec", "nohup"):
                 break
             command.words.pop(0)
+        # Behind a wrapper that we do not know, as in `uv run opentelemetry-instrument …`.
+        command.instrumented |= any(os.path.basename(word) == _INSTRUMENT for word in command.words[:8])
         return command
 
     @property

@@ -41,6 +41,12 @@ def test_the_engine_is_named_by_its_program_or_module(line: str, engine: str | N
     assert not read(line).instrumented
 
 
+def test_a_wrapper_that_is_not_known_hides_nothing() -> None:
+    command = read("uv run opentelemetry-instrument vllm serve m")
+    assert command.instrumented
+    assert command.engine == "vllm"
+
+
 def test_options_are_found_in_every_spelling_and_the_last_one_counts() -> None:
     command = read("vllm serve m --a-b 1 --a_b=2 --flag --last")
     assert command.option("a-b") == "2"
