@@ -51,9 +51,9 @@ def _engine(setup: Setup, engine: Engine) -> Iterator[Finding]:
     what = ", ".join(found) if found else f"{engine.name}, a source tree on the path"
     check = f"engine.{engine.name}"
     try:
-        differences = engine.differences()
+        differences, front_end = engine.differences(), engine.front_end()
     except (SyntaxError, ValueError) as error:
-        differences, why = None, f"its source cannot be read ({error})"
+        differences, front_end, why = None, [], f"its source cannot be read ({error})"
     else:
         why = "its source is not here"
     if differences is None:
@@ -72,6 +72,14 @@ def _engine(setup: Setup, engine: Engine) -> Iterator[Finding]:
         )
     else:
         yield ENGINES.ok(check, f"{engine.shown}: {what}. Every hook is there, by its source.")
+    if differences == [] and front_end:
+        yield ENGINES.warning(
+            f"{check}.front_end",
+            f"{engine.shown}'s front end is not as otel-specdec {__version__} knows it ({'; '.join(front_end)}): "
+            "everything is counted but for trimmed tokens.",
+            "Upgrade otel-specdec (pip install --upgrade otel-specdec); if this is its newest version, please report "
+            "it.",
+        )
 
 
 def _unseen_modes(setup: Setup) -> Iterator[Finding]:

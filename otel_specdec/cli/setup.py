@@ -16,7 +16,7 @@ from typing import Final
 from otel_specdec import provider
 from otel_specdec.cli import sources
 from otel_specdec.cli.server_command import ServerCommand
-from otel_specdec.engines import sglang, vllm
+from otel_specdec.engines import sglang, vllm, vllm_front_end
 from otel_specdec.package import SGLANG_DISTRIBUTIONS, VLLM_DISTRIBUTIONS
 
 SDK: Final = "opentelemetry-sdk"
@@ -38,11 +38,22 @@ class Engine:
     """The module that loads them; a version without it loads none."""
     differences: Callable[[], list[str] | None]
     """What the hooks lack, by its source; None where that could not be looked at."""
+    front_end: Callable[[], list[str]] = list
+    """What those lack without which trimmed tokens alone are not counted."""
 
 
 def _vllm_differences() -> list[str] | None:
     source = sources.source_of(vllm.SCHEDULER_MODULE)
     return None if source is None else vllm.differences(sources.outline(source, "Scheduler"))
+
+
+def _vllm_front_end() -> list[str]:
+    found = []
+    for module, (kind, *_) in vllm_front_end.PLACES.items():
+        source = sources.source_of(module)
+        if source is not None and (lacking := vllm_front_end.difference(module, sources.outline(source, kind))):
+            found.append(lacking)
+    return found
 
 
 def _sglang_differences() -> list[str] | None:
@@ -62,6 +73,7 @@ VLLM: Final = Engine(
     chosen_by="VLLM_PLUGINS",
     loader="vllm.plugins",
     differences=_vllm_differences,
+    front_end=_vllm_front_end,
 )
 SGLANG: Final = Engine(
     name="sglang",

@@ -256,6 +256,18 @@ def test_an_engine_whose_hooks_are_not_as_known_is_a_problem(tmp_path: Path, mon
     assert "Upgrade otel-specdec" in found.do
 
 
+def test_a_front_end_that_is_not_as_known_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "vllm", "9.0")
+    vllm_stand_in.write(tmp_path)
+    (tmp_path / "vllm" / "v1" / "engine").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "vllm" / "v1" / "engine" / "output_processor.py").write_text("class OutputProcessor: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check("engine.vllm").state is OK
+    found = check("engine.vllm.front_end")
+    assert found.state is WARNING
+    assert "has no OutputProcessor.process_outputs" in found.says
+
+
 def test_where_an_engine_s_source_is_not_there_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "vllm", "0.32.0")
     monkeypatch.syspath_prepend(tmp_path)

@@ -24,6 +24,7 @@ COUNTERS = {
     "specdec.generations": "{generation}",
     "specdec.position.accepted_tokens": "{token}",
     "specdec.position.proposed_tokens": "{token}",
+    "specdec.trimmed_tokens": "{token}",
     "specdec.dropped_reports": "{report}",
     "specdec.instrumentation.errors": "{error}",
 }

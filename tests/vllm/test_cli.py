@@ -67,6 +67,7 @@ def test_the_doctor_finds_everything_in_place_without_importing_vllm(models: Mod
         status, found, errors = run([sys.executable, "-c", script, "doctor", "--json", "--", *server.command()], env)
     assert (status, errors) == (0, "")
     by_check = {each["check"]: each for each in found["findings"]}
+    assert "engine.vllm.front_end" not in by_check
     assert by_check["engine.vllm"]["says"].endswith("Every hook is there, by its source.")
     assert by_check["endpoint"]["says"] == f"{receiver.http_endpoint}/v1/metrics took an empty export (HTTP 200)."
     for check in ("engine.vllm", "speculation", "entry_points", "auto", "children", "sdk", "endpoint", "exemplars"):
