@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
             if options.once:
                 return watch.once()
             watch.live()
+    except BrokenPipeError:
+        raise
     except (OSError, ApiError) as error:
         print(f"otel-specdec watch: {error}", file=sys.stderr)
         return PROBLEM

@@ -374,6 +374,18 @@ def test_live_without_a_terminal_it_prints_plain_screens_and_ends_when_told(how:
     assert out.count("tiny · eagle · vllm response") > 1
 
 
+def test_a_reader_that_has_read_enough_ends_it_without_a_word() -> None:
+    port = free_port()
+    process = started("--json", "--port", str(port), "--refresh", "0.1")
+    with ended(process):
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["groups"] == []
+        process.stdout.close()
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
 def test_model_narrows_what_is_shown() -> None:
     port = free_port()
     process = started("--once", "--json", "--collect", "2", "--model", "3.1", "--port", str(port))
