@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import AggregationTemporality, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
 from otel_specdec import GenerationExemplarFilter, GenerationReport, SpecCounts, SpecDecRecorder, views
 from otel_specdec.cli import endpoints
 from otel_specdec.cli.main import main
 from tests.collector.processes import Collector, Prometheus, eventually
+from tests.unit.test_prove import serving
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,19 @@ def test_a_restart_in_prometheus_is_never_negative(prometheus: Prometheus, capsy
     for pooled in windows.values():
         assert all(value >= 0 for value in pooled["totals"].values())
     assert windows["since_start"]["generations"] == 4
+
+
+def test_the_proof_reads_a_prometheus(prometheus: Prometheus, capsys: Any) -> None:
+    with serving(prometheus.otlp, AggregationTemporality.CUMULATIVE) as (url, engine):
+        engine.provider.force_flush()
+        born = 'specdec_generations_total{gen_ai_request_model="tiny"}'
+        assert eventually(lambda: prometheus.value(born) == 0, 20)
+        command = ["doctor", "--json", "--prove", url, "--prometheus", prometheus.url, "--wait", "30"]
+        assert main(command) == 0
+        found = {each["check"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+        assert {each["state"] for each in found.values()} == {"ok"}
+        assert found["completion"]["says"] == "24 completion tokens were counted, and 24 came back."
+        assert len(engine.requests) == 1
 
 
 def test_an_empty_export_gets_through_to_a_prometheus_and_a_collector(prometheus: Prometheus, tmp_path: Path) -> None:

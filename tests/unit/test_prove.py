@@ -75,8 +75,9 @@ class Engine:
 
 
 @contextmanager
-def serving(port: int, temporality: AggregationTemporality, **more: Any) -> Iterator[tuple[str, Engine]]:
-    exporter = OTLPMetricExporter(f"http://127.0.0.1:{port}/v1/metrics", preferred_temporality={Counter: temporality})
+def serving(receiver: str, temporality: AggregationTemporality, **more: Any) -> Iterator[tuple[str, Engine]]:
+    """A server that exports to `receiver`, the base of an OTLP/HTTP endpoint."""
+    exporter = OTLPMetricExporter(f"{receiver}/v1/metrics", preferred_temporality={Counter: temporality})
     reader = PeriodicExportingMetricReader(exporter, export_interval_millis=3_600_000)
     provider = MeterProvider([reader], views=views(), exemplar_filter=GenerationExemplarFilter())
     engine = Engine(provider, **more)
@@ -111,7 +112,7 @@ def serving(port: int, temporality: AggregationTemporality, **more: Any) -> Iter
 def proved(capsys: Any, temporality: AggregationTemporality, **more: Any) -> tuple[int, dict[str, Any], Engine]:
     """The exit status, the findings by check, and the server that was asked."""
     port = free_port()
-    with serving(port, temporality, **more) as (url, engine):
+    with serving(f"http://127.0.0.1:{port}", temporality, **more) as (url, engine):
         status = main(["doctor", "--json", "--prove", url, "--port", str(port), "--wait", "10"])
     found = json.loads(capsys.readouterr().out)
     assert found["status"] == status
@@ -166,7 +167,7 @@ def test_a_server_that_serves_somebody_else_too_proves_nothing(capsys: Any) -> N
 
 def test_where_nothing_is_counted_it_says_how_the_server_must_export(capsys: Any) -> None:
     port = free_port()
-    with serving(port, AggregationTemporality.DELTA, tell=lambda number: []) as (url, _):
+    with serving(f"http://127.0.0.1:{port}", AggregationTemporality.DELTA, tell=lambda number: []) as (url, _):
         assert main(["doctor", "--prove", url, "--port", str(port), "--wait", "1"]) == 1
     said = capsys.readouterr()
     assert "PROBLEM  No finished generation of model tiny was counted within 1 s." in said.out
