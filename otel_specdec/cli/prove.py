@@ -65,7 +65,7 @@ class Server:
         return str(models[0]["id"])
 
     def complete(self, model: str) -> Answer:
-        """Send the known request. vLLM returns the token ids; elsewhere its usage tells their number."""
+        """Send the known request. Where no token ids are returned, its usage tells their number."""
         body = {
             "model": model,
             "prompt": _PROMPT,
