@@ -119,7 +119,7 @@ def _full(pool: Pool, width: int) -> RenderableType:
     if period.accept_rate_by_position:
         parts.append(_positions(title, period))
     if pool.latest:
-        parts.append(_line("latest generations", "bold", width))
+        parts.append(_line("latest generations, by what they did since the export before", "bold", width))
         parts += [_generation(each, width) for each in pool.latest[:_SHOWN_GENERATIONS]]
     return Group(*parts)
 

@@ -78,7 +78,7 @@ class Generation:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Its counts, by the fields of `SpecCounts`."""
+        """What it did since the export before its last one, by the fields of `SpecCounts`."""
         counts: Counter[str] = Counter()
         for (metric, _), value in self.shares.items():
             if metric in FIELDS:

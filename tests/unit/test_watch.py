@@ -113,7 +113,7 @@ def test_one_model_in_full_on_80_by_24() -> None:
             "       2 █████████████████······· 70.0%          3             3.500",
             "       3 ████████████············ 50.0%          4             4.000",
             "       4 ███████················· 30.0%          5             4.300",
-            "latest generations",
+            "latest generations, by what they did since the export before",
             f"{time.strftime('%H:%M:%S', time.localtime(1))}  chatcmpl-{0:032x}  [0.1]  length 4.30  accept…",
         ]
     )

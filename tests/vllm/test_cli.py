@@ -132,7 +132,8 @@ def test_watch_shows_what_the_clients_got(live: Live) -> None:
     known = [each for each in group["latest"] if each["id"] in tokens]
     assert known
     for each in known:
-        assert each["counts"]["completion"] == tokens[each["id"]]
+        # Its share of the last export: the whole, unless a collection came while it ran.
+        assert 0 < each["counts"]["completion"] <= tokens[each["id"]]
 
 
 def listens(port: int) -> bool:
