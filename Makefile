@@ -195,11 +195,11 @@ $(RELEASES:%=lock-%): lock-%: $(UV_STAMP)
 
 .PHONY: lock
 lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgrade for the newest versions)
-	$(COMPILE) --extra demo --extra migrate tests/environments/dev.in --universal --python-version 3.10 \
+	$(COMPILE) --extra cli --extra demo --extra migrate tests/environments/dev.in --universal --python-version 3.10 \
 		--output-file tests/environments/dev.txt
-	$(COMPILE) --extra migrate tests/environments/oldest.in --python-version 3.10 --python-platform linux \
+	$(COMPILE) --extra cli --extra migrate tests/environments/oldest.in --python-version 3.10 --python-platform linux \
 		--output-file tests/environments/oldest.txt
-	$(COMPILE) --extra migrate tests/environments/middle.in --python-version 3.12 --python-platform linux \
+	$(COMPILE) --extra cli --extra migrate tests/environments/middle.in --python-version 3.12 --python-platform linux \
 		--output-file tests/environments/middle.txt
 	$(COMPILE) --extra demo --extra migrate tests/environments/downstream.in --python-version 3.11 \
 		--python-platform linux --output-file tests/environments/downstream.txt

@@ -28,6 +28,9 @@ class Pooled:
             step), each over the points that may enter it; absent where its denominator is zero.
         coverage: for each ratio the share of generations that have it (0 … 1); empty where no generation finished.
         accept_rate_by_position: by draft position, accepted / proposed (0 … 1), for positions with proposed tokens.
+        acceptance_length_by_k: by k ≥ 1, what drafts of at most k tokens would have given (≥ 1, tokens per step, before
+            trimming at the end of a generation): 1 + accepted tokens of positions below k, for each step that proposed
+            position 0. Only for a k that was really proposed.
     """
 
     attributes: Mapping[str, object]
@@ -36,6 +39,7 @@ class Pooled:
     ratios: Mapping[str, float]
     coverage: Mapping[str, float]
     accept_rate_by_position: Mapping[int, float]
+    acceptance_length_by_k: Mapping[int, float]
 
 
 def pool(metrics_data: Any, by: str | Iterable[str] = ()) -> list[Pooled]:
@@ -58,7 +62,7 @@ def pool(metrics_data: Any, by: str | Iterable[str] = ()) -> list[Pooled]:
         group = tuple(attributes.get(key, resource.get(key)) for key in keys)
         groups.setdefault(group, []).append((metric, attributes, value))
     return [
-        _pooled({k: v for k, v in zip(keys, group, strict=True) if v is not None}, points)
+        pooled({k: v for k, v in zip(keys, group, strict=True) if v is not None}, points)
         for group, points in sorted(groups.items(), key=lambda item: tuple(map(repr, item[0])))
     ]
 
@@ -75,7 +79,8 @@ def _points(metrics_data: Any) -> Iterator[tuple[Metric, Mapping[str, Any], Mapp
                         yield known[metric.name], resource, point.attributes or {}, point.value
 
 
-def _pooled(group: Mapping[str, object], points: list[tuple[Metric, Mapping[str, Any], int]]) -> Pooled:
+def pooled(group: Mapping[str, object], points: Iterable[tuple[Metric, Mapping[str, Any], int]]) -> Pooled:
+    """Pool the points of one group: metric, attributes (of which ratio set and position are read), value."""
     totals: Counter[Metric] = Counter()
     entering: Counter[tuple[Metric, str]] = Counter()
     positions: Counter[tuple[Metric, int]] = Counter()
@@ -98,4 +103,9 @@ def _pooled(group: Mapping[str, object], points: list[tuple[Metric, Mapping[str,
         },
         coverage={r: entering[Metric.GENERATIONS, r] / generations for r in names.RATIOS} if generations else {},
         accept_rate_by_position={p: positions[Metric.POSITION_ACCEPTED, p] / n for p, n in proposed.items()},
+        acceptance_length_by_k={
+            p + 1: 1 + sum(positions[Metric.POSITION_ACCEPTED, below] for below in range(p + 1)) / proposed[0]
+            for p in proposed
+            if 0 in proposed
+        },
     )

@@ -70,10 +70,7 @@ def provider_from_environment(environ: Mapping[str, str] = os.environ) -> MeterP
         )
         return None
     readers: list[MetricReader] = []
-    for name in _exporters(environ) or ["otlp"]:
-        if name.lower() == "none":
-            continue
-        name = _otlp_exporter(environ) if name.lower() == "otlp" else name
+    for name in exporter_entry_points(environ):
         try:
             (entry_point,) = entry_points(group="opentelemetry_metrics_exporter", name=name)
             made: Any = entry_point.load()()
@@ -99,6 +96,12 @@ def install_exemplars(provider: MeterProvider) -> None:
         from otel_specdec.sdk_exemplars import install
 
         install(provider)
+
+
+def exporter_entry_points(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The names in the group `opentelemetry_metrics_exporter` that the environment means (see above)."""
+    asked = (name for name in _exporters(environ) or ["otlp"] if name.lower() != "none")
+    return [_otlp_exporter(environ) if name.lower() == "otlp" else name for name in asked]
 
 
 def _exporters(environ: Mapping[str, str]) -> list[str]:

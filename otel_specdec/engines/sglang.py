@@ -43,6 +43,8 @@ from otel_specdec.engines import EngineDescription, EngineListener, Increment, P
 from otel_specdec.names import MAX_POSITIONS
 
 TOKENIZER_MODULE: Final = "sglang.srt.managers.tokenizer_manager"
+MESSAGES_MODULE: Final = "sglang.srt.managers.io_struct"
+MESSAGE_CLASSES: Final = ("BatchTokenIDOutput", "BatchTokenIDOut")  # the second one to 0.5.3
 _WATCH: Final = "_otel_specdec_watch"
 _ORIGINAL: Final = "_otel_specdec_original"
 
@@ -755,8 +757,8 @@ def _knowledge(algorithm: str, side: str, setting: Callable[[str], Any]) -> Know
 
 def _message_columns() -> frozenset[str]:
     """The columns of this version's messages: a dataclass to 0.5.17, then a msgspec.Struct."""
-    structs = sys.modules.get("sglang.srt.managers.io_struct")
-    message = getattr(structs, "BatchTokenIDOutput", None) or getattr(structs, "BatchTokenIDOut", None)  # to 0.5.3
+    structs = sys.modules.get(MESSAGES_MODULE)
+    message = next(filter(None, (getattr(structs, name, None) for name in MESSAGE_CLASSES)), None)
     names = getattr(message, "__struct_fields__", None) or getattr(message, "__dataclass_fields__", None)
     return frozenset(names or ())
 
@@ -817,7 +819,7 @@ class Hooks:
 
     def _wrap(self, module: Any) -> None:
         manager = getattr(module, "TokenizerManager", None)
-        missing = _differences(manager)
+        missing = differences(manager, _message_columns())
         if missing:
             logger.warning(
                 "otel_specdec does not know this SGLang (%s): it counts nothing here, and SGLang is left as it is.",
@@ -876,8 +878,11 @@ def _on_import(module: Any) -> None:
             hooks.listener.failed(error, "hooking SGLang's tokenizer manager")
 
 
-def _differences(manager: Any) -> list[str]:
-    """What this SGLang's tokenizer manager lacks of what the hooks need; empty where all is there."""
+def differences(manager: Any, columns: frozenset[str]) -> list[str]:
+    """What this SGLang's tokenizer manager and its messages lack of what the hooks need; empty where all is there.
+
+    Looks at the methods' names and parameters alone: the doctor asks about a class that it made from the source.
+    """
     if not inspect.isclass(manager):
         return [f"{TOKENIZER_MODULE} has no class TokenizerManager"]
     found = []
@@ -889,7 +894,6 @@ def _differences(manager: Any) -> list[str]:
         parameters = list(inspect.signature(function).parameters)
         if tuple(parameters[1 : 1 + len(needed)]) != needed:
             found.append(f"TokenizerManager.{name}({', '.join(parameters)}) is not as expected")
-    columns = _message_columns()
     lacking = {"rids", "finished_reasons", "completion_tokens", "spec_verify_ct"} - columns
     if lacking:
         found.append(f"its messages have no {', '.join(sorted(lacking))}")

@@ -593,7 +593,7 @@ class Hooks:
 
     def _wrap(self, module: Any) -> None:
         scheduler = getattr(module, "Scheduler", None)
-        missing = _differences(scheduler)
+        missing = differences(scheduler)
         if missing:
             logger.warning(
                 "otel_specdec does not know this vLLM (%s): it counts nothing here, and vLLM is left as it is.",
@@ -636,8 +636,11 @@ def _on_import(module: Any) -> None:
             hooks.listener.failed(error, "hooking vLLM's scheduler")
 
 
-def _differences(scheduler: Any) -> list[str]:
-    """What this vLLM's scheduler lacks of what the hooks need; empty where all is there."""
+def differences(scheduler: Any) -> list[str]:
+    """What this vLLM's scheduler lacks of what the hooks need; empty where all is there.
+
+    Looks at the methods' names and parameters alone: the doctor asks about a class that it made from the source.
+    """
     if not inspect.isclass(scheduler):
         return [f"{SCHEDULER_MODULE} has no class Scheduler"]
     found = []

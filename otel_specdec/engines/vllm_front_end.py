@@ -111,7 +111,7 @@ def _around_process(wrapped: Callable[..., Any], processor: Any, args: Any, kwar
     return result
 
 
-_PLACES: Final[dict[str, tuple[str, str, str | None, Callable[..., Any]]]] = {
+PLACES: Final[dict[str, tuple[str, str, str | None, Callable[..., Any]]]] = {
     "vllm.v1.engine.async_llm": ("AsyncLLM", "__init__", None, _around_init),
     "vllm.v1.engine.llm_engine": ("LLMEngine", "__init__", None, _around_init),
     "vllm.v1.engine.output_processor": (
@@ -119,6 +119,22 @@ _PLACES: Final[dict[str, tuple[str, str, str | None, Callable[..., Any]]]] = {
     ),
 }  # fmt: skip
 """By module: the class, its method, the method's first parameter where it matters, and what goes around it."""
+
+
+def difference(module: str, owner: Any) -> str | None:
+    """What the class `owner` of this module lacks of what its hook needs; None where all is there.
+
+    Looks at the method's name and parameters alone: the doctor asks about a class that it made from the source.
+    """
+    kind, method, parameter, _ = PLACES[module]
+    function = vars(owner).get(method) if inspect.isclass(owner) else None
+    if not inspect.isfunction(function):
+        return f"{module} has no {kind}.{method}"
+    if parameter not in (None, *list(inspect.signature(function).parameters)[1:2]):
+        return f"{kind}.{method} does not begin with {parameter}"
+    if inspect.iscoroutinefunction(function):
+        return f"{kind}.{method} is a coroutine"
+    return None
 
 
 class FrontHooks:
@@ -137,7 +153,7 @@ class FrontHooks:
     def install(self) -> None:
         """Hook the classes: now, or when their modules are imported. Where one is not as known: one warning."""
         FrontHooks._installed = self
-        for module in _PLACES:
+        for module in PLACES:
             if module in sys.modules:
                 self._wrap(importlib.import_module(module))
             elif module not in FrontHooks._awaiting:
@@ -148,7 +164,7 @@ class FrontHooks:
         """Put back what is still ours."""
         if FrontHooks._installed is self:
             FrontHooks._installed = None
-        for module, (kind, method, _, _) in _PLACES.items():
+        for module, (kind, method, _, _) in PLACES.items():
             owner = getattr(sys.modules.get(module), kind, None)
             current = vars(owner).get(method) if inspect.isclass(owner) else None
             if isinstance(current, SpecDecWrapper):
@@ -170,19 +186,15 @@ class FrontHooks:
         return tally
 
     def _wrap(self, module: Any) -> None:
-        kind, method, parameter, around = _PLACES[module.__name__]
+        kind, method, _, around = PLACES[module.__name__]
         owner = getattr(module, kind, None)
         original = vars(owner).get(method) if inspect.isclass(owner) else None
         if isinstance(original, SpecDecWrapper):
             return
-        if not inspect.isfunction(original):
-            self._warn(f"{module.__name__} has no {kind}.{method}")
-        elif parameter not in (None, *list(inspect.signature(original).parameters)[1:2]):
-            self._warn(f"{kind}.{method} does not begin with {parameter}")
-        elif inspect.iscoroutinefunction(original):
-            self._warn(f"{kind}.{method} is a coroutine")
+        if why := difference(module.__name__, owner):
+            self._warn(why)
         else:
-            setattr(owner, method, SpecDecWrapper(original, around))
+            setattr(owner, method, SpecDecWrapper(vars(owner)[method], around))
 
     def _warn(self, what: str) -> None:
         if not self._warned:

@@ -137,7 +137,7 @@ def test_a_release_lacks_what_the_list_says_and_nothing_else(rig: Rig, feature: 
 
 
 def test_the_front_end_of_every_release_is_as_the_hooks_know_it(rig: Rig) -> None:
-    for module, (kind, method, _, _) in vllm_front_end._PLACES.items():
+    for module, (kind, method, _, _) in vllm_front_end.PLACES.items():
         owner = getattr(importlib.import_module(module), kind)
         assert isinstance(vars(owner)[method], SpecDecWrapper), (module, kind, method)
 
