@@ -134,6 +134,9 @@ _SETS: Final = {
     for held in product((False, True), repeat=len(names.RATIOS))
 }
 
+RATIO_SETS: Final = tuple(_SETS.values())
+"""The same in an order that never changes within a process, so that a number can stand for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:

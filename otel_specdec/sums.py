@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -106,11 +107,7 @@ class Pool:
         return self._process
 
     def birth(self, all_series: Iterable[Series]) -> None:
-        """Begin these series at 0 now. Never call it inside a collection.
-
-        A series that is born inside a collection has its start equal to its time and loses its first increment in
-        Prometheus, whatever the flags.
-        """
+        """Begin these series at 0 now, ahead of what they will count; not inside a collection."""
         self._adopt_provider()
         for series in all_series:
             self._begin(series)
@@ -172,6 +169,9 @@ class Pool:
             self.error(failed, "beginning a series")
         return series
 
+    def _number_of_series(self) -> int:
+        return sum(map(len, self._born.values()))
+
     def _adopt_provider(self) -> None:
         """Begin anew what began on the API's proxies: only with a provider behind them there is somebody to see it."""
         if self._on_proxies and (provider := _behind(self._provider())) is not None:
@@ -195,6 +195,7 @@ class Pool:
             early = _early_pool
             if early is not None and early is not self and early.shares_counters_with(self):
                 early._drain(_options)  # the SDK has ignored its callback
+            born = self._number_of_series()
             with self._lock:
                 pending, self._pending = self._pending, {}
                 sources = list(self._sources)
@@ -224,6 +225,8 @@ class Pool:
                         self._emit(series, value)
                     except Exception as error:
                         self.error(error, "moving sums into the counters")
+            if self._number_of_series() > born:
+                _await_next_millisecond()
         return ()
 
     def _emit_pick(self, pick: Pick, pending: dict[Series, int]) -> None:
@@ -259,6 +262,17 @@ class Pool:
                 "otel_specdec cannot clear the counts that this process inherited by fork from an instrumented one "
                 "(unknown OpenTelemetry SDK): it counts nothing here, lest they are exported twice."
             )
+
+
+def _await_next_millisecond() -> None:
+    """For a series that begins inside a collection (ratios that nobody expected), so that it is older than its point.
+
+    The SDK takes a point's time after the callbacks. With start and time in one millisecond Prometheus takes the start
+    for no start at all, and the first increment is lost there whatever its flags.
+    """
+    millisecond = time.time_ns() // 1_000_000
+    while time.time_ns() // 1_000_000 == millisecond:
+        time.sleep(0.0002)
 
 
 def _random_suffix() -> str:
