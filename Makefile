@@ -71,8 +71,8 @@ images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a 
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector
-	$(RUN) unit pythons vllm versions-in-ci sglang collector
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector, test-drift
+	$(RUN) unit drift pythons vllm versions-in-ci sglang collector
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -97,6 +97,10 @@ test-sglang: $(VENVS)/sglang/.ready ## Run the tests with a real SGLang on the C
 .PHONY: test-collector
 test-collector: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Run the tests with a real collector and a real Prometheus
 	$(RUN) collector
+
+.PHONY: test-drift
+test-drift: $(VENVS)/dev/.ready ## Run the tests that read the engines' newest releases on the registry: are they still as the hooks know them?
+	$(RUN) drift
 
 ##### Code
 
