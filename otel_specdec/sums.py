@@ -23,6 +23,7 @@ from opentelemetry import metrics
 from opentelemetry.context import Context
 
 from otel_specdec import names
+from otel_specdec.counts import LARGEST
 from otel_specdec.engines import Picked
 from otel_specdec.exemplars import NO_GENERATION, context_of
 from otel_specdec.instruments import Instruments
@@ -85,6 +86,7 @@ class Pool:
         self._beginning = threading.Lock()
         self._pending: dict[Series, int] = {}
         self._born: dict[names.Metric, set[Series]] = {metric: set() for metric in names.Metric}
+        self._totals: dict[Series, int] = {}  # what was moved into the counters
         self._sources: list[Source] = []
         self._provider = weakref.ref(provider)
         self._on_proxies = _is_proxy(provider)  # until the application sets its provider
@@ -108,11 +110,13 @@ class Pool:
 
     def birth(self, all_series: Iterable[Series]) -> None:
         """Begin these series at 0 now, ahead of what they will count; not inside a collection."""
-        self._adopt_provider()
         for series in all_series:
-            self._begin(series)
+            self.begin(series)
 
-    begin = birth
+    def begin(self, series: Series) -> Series:
+        """The series itself, or its counter's overflow series where that is full; it has begun at 0 on return."""
+        self._adopt_provider()
+        return self._begin(series)
 
     def add(self, increments: Iterable[tuple[Series, int]]) -> None:
         """Add to the pending sums, all of `increments` before the next drain. Values are ≥ 0; 0 begins a series."""
@@ -150,7 +154,6 @@ class Pool:
             logger.debug("otel_specdec could not count an error", exc_info=True)
 
     def _begin(self, series: Series) -> Series:
-        """The series itself, or its counter's overflow series where that is full; it has begun at 0 on return."""
         born = self._born[series.metric]
         if series in born:
             return series
@@ -185,6 +188,12 @@ class Pool:
     def _emit(self, series: Series, value: int, context: Context = NO_GENERATION) -> None:
         if self._muted:
             return
+        if value:
+            total = self._totals.get(series, 0) + value
+            if total > LARGEST:
+                # OTLP has no such sum: the exporter would refuse every export from here on.
+                raise OverflowError(f"{series.metric.value} would exceed 2**63 - 1")
+            self._totals[series] = total
         self._counters[series.metric].add(value, dict(series.attributes), context=context)
 
     def _drain(self, _options: CallbackOptions) -> Iterable[Observation]:
@@ -253,6 +262,7 @@ class Pool:
         self._pending = {}
         self._sources = []
         self._born = {metric: set() for metric in names.Metric}
+        self._totals = {}
         self.recorder_process = self._process = f"recorder-{_random_suffix()}"
         if self._suffix:
             self._suffix = f"-{_random_suffix()}"
