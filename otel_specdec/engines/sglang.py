@@ -610,6 +610,8 @@ class Watch:
         """Read a message's columns; on the event loop's thread, before SGLang itself reads them."""
         rids = message.rids
         number = len(rids)
+        if not number:
+            return
         columns: Columns
         try:
             columns = self._columns(message)
@@ -914,9 +916,12 @@ def _around_abort(original: Callable[..., Any]) -> Callable[..., Any]:
         hooks = Hooks._installed
         state = rid = None
         if hooks is not None:
-            about = args[0] if args else next(iter(kwargs.values()), None)
-            rid = getattr(about, "rid", about)
-            state = self.rid_to_state.get(rid) if isinstance(rid, str) else None
+            try:
+                about = args[0] if args else next(iter(kwargs.values()), None)
+                rid = getattr(about, "rid", about)
+                state = self.rid_to_state.get(rid) if isinstance(rid, str) else None
+            except Exception as error:
+                hooks.listener.failed(error, "reading an abort in SGLang")
         result = original(self, *args, **kwargs)
         if hooks is not None and state is not None:
             try:
