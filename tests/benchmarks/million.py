@@ -24,6 +24,9 @@ from tests.unit.collected import Meter
 from tests.unit.malformed import Abuse, SglangAbuse, VllmAbuse
 
 
+COUNTS = SpecCounts(1, 2, 1, 3, 2)
+
+
 def abused(abuse: Abuse, number: int) -> str:
     for n in range(number):
         abuse.once()
@@ -50,16 +53,9 @@ def messages(number: int, seed: int) -> str:
 def names(number: int, seed: int) -> str:
     meter = Meter()
     recorder = SpecDecRecorder(meter.provider)
-    counts = SpecCounts(1, 2, 1, 3, 2)
     for start in range(0, number, 10_000):
         recorder.record_batch(
-            GenerationReport(
-                f"chatcmpl-{n + seed:032x}",
-                SpecCounts(1, 2, 1, 3, 2),
-                session_id=f"s{n}",
-                model=f"m{n}",
-                method=f"d{n}",
-            )
+            GenerationReport(f"id {n + seed}", COUNTS, session_id=f"session {n}", model=f"m{n}", method=f"d{n}")
             for n in range(start, start + 10_000)
         )
     assert meter.totals()["generations"] == number // 10_000 * 10_000
