@@ -23,7 +23,6 @@ from tests.unit import sglang_stand_in, vllm_stand_in
 from tests.unit.collected import Meter
 from tests.unit.malformed import Abuse, SglangAbuse, VllmAbuse
 
-
 COUNTS = SpecCounts(1, 2, 1, 3, 2)
 
 
