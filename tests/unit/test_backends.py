@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -24,59 +22,11 @@ from opentelemetry.sdk.resources import Resource
 from otel_specdec import VLLMSpecDecInstrumentor
 from otel_specdec.sums import pool_for
 from tests.unit.collected import points, totals
+from tests.unit.otlp_backend import Backend
 from tests.unit.test_provider import eventually
 from tests.unit.vllm_stand_in import Steps, importable, write
 
 STEPS = 2_000
-
-
-class Backend:
-    """An OTLP/HTTP backend on loopback; `mode` says how it takes what comes, `totals` what it has last got."""
-
-    def __init__(self) -> None:
-        self.mode = "ok"
-        self.answer = threading.Event()
-        self.asked = threading.Event()
-        self.last: dict[str, int] = {}
-        backend = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                backend.asked.set()
-                status = {"ok": 200, "slow": 200, "busy": 503, "refuse": 400, "broken": 500}.get(backend.mode)
-                if backend.mode == "slow":
-                    backend.answer.wait(60)
-                if status is None:  # hangs up
-                    self.close_connection = True
-                    return
-                if status == 200:
-                    backend.take(ExportMetricsServiceRequest.FromString(body))
-                self.send_response(status)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_address[1]
-        self._thread: threading.Thread | None = None
-        self.start()
-
-    def take(self, request: ExportMetricsServiceRequest) -> None:
-        for resource in request.resource_metrics:
-            for scope in resource.scope_metrics:
-                for metric in scope.metrics:
-                    self.last[metric.name] = sum(point.as_int for point in metric.sum.data_points)
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self.answer.set()
-        self.server.shutdown()
-        self.server.server_close()
 
 
 @pytest.fixture
@@ -155,28 +105,17 @@ def test_a_backend_that_comes_late_goes_away_and_comes_back_has_all_of_it(
     instrumentor.instrument(meter_provider=provider)
     try:
         done = work(vllm)
-        late = again(backend.port)
+        late = Backend(backend.port)
         assert eventually(lambda: done.items() <= late.last.items(), 30), late.last
         late.stop()
         more = work(vllm)
-        back = again(backend.port)
+        back = Backend(backend.port)
         expected = {name: done[name] + more[name] for name in done}
         assert eventually(lambda: expected.items() <= back.last.items(), 30), back.last
         back.stop()
         assert ours(caplog) == []
     finally:
         provider.shutdown(timeout_millis=2_000)
-
-
-def again(port: int) -> Backend:
-    """A backend on the port of one that has gone."""
-    made = Backend()
-    made.server.shutdown()
-    made.server.server_close()
-    made.server = ThreadingHTTPServer(("127.0.0.1", port), made.server.RequestHandlerClass)
-    made.port = port
-    made.start()
-    return made
 
 
 def test_a_name_that_cannot_be_resolved_holds_up_no_step(

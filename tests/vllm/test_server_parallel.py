@@ -23,6 +23,21 @@ def test_two_data_parallel_engines(models: Models, tmp_path: Path) -> None:
         assert len(instances) == 2
 
 
+def test_two_engines_and_two_api_servers_in_one_pod_share_no_stream(models: Models, tmp_path: Path) -> None:
+    # As Kubernetes has it: every process of the pod gets the same instance id, and the resource stays the user's.
+    pod = {"service.instance.id": "pod-7", "k8s.pod.name": "pod-7"}
+    with serving(
+        models,
+        tmp_path,
+        extra_args=["--data-parallel-size", "2", "--api-server-count", "2"],
+        env={"OTEL_RESOURCE_ATTRIBUTES": ",".join(f"{key}={value}" for key, value in pod.items())},
+    ) as served:
+        check_two_hundred_of_three_tokens(served)
+        check_attributes(served, {0, 1})  # each stream once, told apart by `specdec.process` alone
+        for point in served.points():
+            assert pod.items() <= point.resource_attributes.items()
+
+
 def test_two_tensor_parallel_workers_are_one_engine(models: Models, tmp_path: Path) -> None:
     # On one NUMA node vLLM's CPU backend starts with two workers only if each is told its cores.
     with serving(
