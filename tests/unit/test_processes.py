@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +91,12 @@ def exports(folder: Path) -> list[list[Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def downstream(lines: Iterable[list[Any]], name: str = "specdec.accepted_tokens") -> int:
+def downstream(lines: list[list[Any]], name: str = "specdec.accepted_tokens") -> int:
     """The sum over streams of each one's last value; a stream is told apart by its labels alone, as in one pod."""
+    writers: dict[str, set[int]] = {}
+    for pid, metric, labels, _ in lines:
+        writers.setdefault(f"{metric} {labels}", set()).add(pid)
+    assert all(len(pids) == 1 for pids in writers.values()), "two processes write one stream"
     last = {json.dumps(labels): value for _, metric, labels, value in lines if metric == name}
     return sum(last.values())
 
@@ -116,6 +119,7 @@ if __name__ == "__main__":
     provider = make_provider()
     counters, tally = serve(provider)
     tally.put(1000)
+    provider.force_flush()  # a forked child inherits what the SDK has summed up
     process = multiprocessing.get_context(METHOD).Process(target=child, args=(HOW,))
     process.start()
     process.join(40)
