@@ -71,8 +71,8 @@ images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a 
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector, test-drift
-	$(RUN) unit drift pythons vllm versions-in-ci sglang collector
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift
+	$(RUN) unit drift pythons vllm versions-in-ci sglang collector ray
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -97,6 +97,10 @@ test-sglang: $(VENVS)/sglang/.ready ## Run the tests with a real SGLang on the C
 .PHONY: test-collector
 test-collector: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Run the tests with a real collector and a real Prometheus
 	$(RUN) collector
+
+.PHONY: test-ray
+test-ray: $(VENVS)/ray/.ready ## Run the tests with a real Ray
+	$(RUN) ray
 
 .PHONY: test-drift
 test-drift: $(VENVS)/dev/.ready ## Run the tests that read the engines' newest releases on the registry: are they still as the hooks know them?
@@ -128,6 +132,7 @@ environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(
 LOCK_vllm := vllm
 LOCK_sglang := sglang
 LOCK_downstream := downstream
+LOCK_ray := ray
 LOCK_python3.10 := oldest
 LOCK_python3.12 := middle
 
@@ -175,6 +180,8 @@ lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *
 		--output-file tests/environments/middle.txt
 	$(COMPILE) --extra demo tests/environments/downstream.in --python-version 3.11 --python-platform linux \
 		--output-file tests/environments/downstream.txt
+	$(COMPILE) tests/environments/ray.in --python-version 3.11 --python-platform linux \
+		--output-file tests/environments/ray.txt
 	$(COMPILE) --extra demo tests/environments/vllm.in --python-version 3.11 --python-platform linux \
 		--overrides tests/environments/vllm-overrides.in --output-file tests/environments/vllm.txt
 	$(COMPILE) --extra demo tests/environments/sglang.in --python-version 3.11 --python-platform x86_64-manylinux_2_34 \

@@ -111,6 +111,10 @@ def drift() -> Iterator[Part]:
     return modules(Path("tests/drift"), VENVS / "dev")
 
 
+def ray() -> Iterator[Part]:
+    return modules(Path("tests/ray"), VENVS / "ray")
+
+
 def modules(folder: Path, venv: Path) -> Iterator[Part]:
     # Of an empty folder the folder itself, so that its pytest fails for want of tests.
     for module in sorted(folder.glob("test_*.py")) or [folder]:
@@ -126,6 +130,7 @@ SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "sglang": sglang,
     "collector": collector,
     "drift": drift,
+    "ray": ray,
 }
 
 
