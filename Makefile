@@ -63,6 +63,10 @@ build/deploy-check: $(wildcard collector/deploy/check/*)
 mixin: $(VENVS)/downstream/.ready ## Write the rules, alerts and dashboards of collector/ anew from collector/mixin
 	$(VENVS)/downstream/bin/python -m collector.mixin
 
+.PHONY: semconv
+semconv: $(VENVS)/dev/.ready ## Write the tables of README.md and docs/ anew from the registry in semconv/
+	$(DEV)/python -m semconv
+
 .PHONY: images
 images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a run of a real vLLM, from the data of a real Prometheus, for the README
 	$(VENVS)/vllm/bin/python -m collector.plot run build/plot
@@ -71,8 +75,8 @@ images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a 
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift
-	$(RUN) unit drift pythons vllm versions-in-ci sglang collector ray
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
+	$(RUN) unit drift pythons vllm versions-in-ci sglang collector ray release
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -105,6 +109,23 @@ test-ray: $(VENVS)/ray/.ready ## Run the tests with a real Ray
 .PHONY: test-drift
 test-drift: $(VENVS)/dev/.ready ## Run the tests that read the engines' newest releases on the registry: are they still as the hooks know them?
 	$(RUN) drift
+
+.PHONY: test-release
+test-release: $(VENVS)/dev/.ready ## Run the tests of the files to be released: what is in them, and the wheel alone on every Python found
+	$(RUN) release
+
+##### Release
+
+DIST ?= dist
+
+# The time of the last commit in the archives, so that a second build of it has the same bytes. The wheel is built from
+# the sdist, which therefore has all that it needs.
+.PHONY: dist
+dist: $(VENVS)/dev/.ready ## Build sdist and wheel into dist/, and check their metadata
+	rm -rf $(DIST)
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+		$(UV) build --quiet --no-build-isolation --python $(DEV)/python --out-dir $(DIST)
+	$(DEV)/twine check --strict $(DIST)/*
 
 ##### Code
 
@@ -191,4 +212,4 @@ lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *
 .PHONY: clean
 clean: ## Remove environments, reports and caches (uv's own cache stays)
 	rm -rf $(VENVS) build/reports dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find otel_specdec examples tests -name __pycache__ -prune -exec rm -rf {} +
+	find otel_specdec examples semconv tests -name __pycache__ -prune -exec rm -rf {} +

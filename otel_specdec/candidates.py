@@ -23,6 +23,9 @@ PLACES: Final = 64
 PICKS: Final = 4
 """Exemplars of one attribute set in one collection, at most."""
 
+MIN_PROPOSED: Final = 16
+"""Proposed draft tokens from which on a generation's accept rate says something of it."""
+
 
 class Candidate:
     """One followed generation. Owners derive from it and keep beside it what they need to know."""
@@ -36,6 +39,31 @@ class Candidate:
 
 
 C = TypeVar("C", bound=Candidate)
+
+
+def choose(finished: Sequence[C], drafts: Callable[[C], tuple[int, int] | None]) -> list[tuple[C, float | None]]:
+    """Which of the finished candidates exemplars will name: the one with the lowest accept rate, others uniformly.
+
+    Args:
+        finished: of one attribute set, lowest order first.
+        drafts: a candidate's accepted and proposed tokens since the last drain; None where one is not known.
+
+    Returns:
+        At most `PICKS`, and the accept rate (0 to 1) of that one, which has at least `MIN_PROPOSED` proposed tokens;
+        None for the others.
+    """
+    lowest: tuple[float, C] | None = None
+    for candidate in finished:
+        known = drafts(candidate)
+        if known is not None and known[1] >= MIN_PROPOSED:
+            rate = known[0] / known[1]
+            if lowest is None or rate < lowest[0]:
+                lowest = rate, candidate
+    if lowest is None:
+        return [(candidate, None) for candidate in finished[:PICKS]]
+    rate, worst = lowest
+    others = [candidate for candidate in finished if candidate is not worst]
+    return [(worst, rate), *((candidate, None) for candidate in others[: PICKS - 1])]
 
 
 class Candidates(Generic[C]):
@@ -61,14 +89,19 @@ class Candidates(Generic[C]):
     def __bool__(self) -> bool:
         return self._live > 0
 
+    @property
+    def bar(self) -> float:
+        """A birth gets a place if its random number is below this: 1.0 while there are free places, 0.0 without any."""
+        if len(self._young) < self._free:
+            return 1.0
+        return -self._young[0][0] if self._young else 0.0
+
     def entering(self, orders: Sequence[float]) -> Sequence[int]:
         """Which of so many births, with these random numbers drawn before, may get a place; others get none."""
-        if len(self._young) < self._free:
+        bar = self.bar
+        if bar == 1.0:
             return range(len(orders))
-        if not self._young:
-            return ()
-        most = -self._young[0][0]
-        return [index for index, order in enumerate(orders) if order < most] if min(orders) < most else ()
+        return [index for index, order in enumerate(orders) if order < bar] if bar and min(orders) < bar else ()
 
     def born(self, make: Callable[[float], C], order: float | None = None) -> C | None:
         """A generation came to life: its candidate if it gets a place, made by `make(order)`.

@@ -45,6 +45,7 @@ class ExemplarLabels:
             trace.
         time_unix_nano: when the generation finished, moved to a millisecond of its own.
         order: the generation's random number; of several, the lowest are kept.
+        lowest_rate: its accept rate, if it was picked for having the lowest.
     """
 
     attributes: Mapping[str, str]
@@ -52,12 +53,13 @@ class ExemplarLabels:
     span_id: int | None
     time_unix_nano: int
     order: float
+    lowest_rate: float | None = None
 
 
 def labels_of(picked: Picked, span: trace.SpanContext | None, time_unix_nano: int) -> ExemplarLabels:
-    """Keep what fits, dropping in this order: session, span id, choice, trace id.
+    """Keep what fits, dropping in this order: the mark of the lowest accept rate, session, span id, choice, trace id.
 
-    A choice `0` goes before all of them: the request's other sequences, if any, have their own choices, and an
+    A choice `0` goes before all but that mark: the request's other sequences, if any, have their own choices, and an
     adapter may not know whether there are others (vLLM's scheduler does not). An id is never truncated. One that does
     not even fit alone is left out, and the choice with it, which says nothing then.
     """
@@ -66,9 +68,12 @@ def labels_of(picked: Picked, span: trace.SpanContext | None, time_unix_nano: in
         attributes = {}
     choice = {names.CHOICE: picked.choice} if picked.choice is not None and attributes else {}
     session = {names.CONVERSATION_ID: picked.session_id} if picked.session_id else {}
+    pick = {names.PICK: names.LOWEST} if picked.lowest_rate is not None else {}
     has_trace = has_span = span is not None
-    for drop in ("nothing", "choice 0", "session", "span", "choice", "trace"):
-        if drop == "choice 0" and picked.choice == "0":
+    for drop in ("nothing", "pick", "choice 0", "session", "span", "choice", "trace"):
+        if drop == "pick":
+            pick = {}
+        elif drop == "choice 0" and picked.choice == "0":
             choice = {}
         elif drop == "session":
             session = {}
@@ -78,7 +83,7 @@ def labels_of(picked: Picked, span: trace.SpanContext | None, time_unix_nano: in
             choice = {}
         elif drop == "trace":
             has_trace = False
-        kept = attributes | choice | session
+        kept = attributes | choice | session | pick
         if _length(kept) + has_trace * _TRACE_LABEL + has_span * _SPAN_LABEL <= BUDGET:
             break
     return ExemplarLabels(
@@ -87,6 +92,7 @@ def labels_of(picked: Picked, span: trace.SpanContext | None, time_unix_nano: in
         span_id=(span.span_id if has_span else 0) if span is not None and has_trace else None,
         time_unix_nano=time_unix_nano,
         order=picked.order,
+        lowest_rate=picked.lowest_rate,
     )
 
 

@@ -57,11 +57,15 @@ class EngineSource:
             names.PROCESS: process,
         }
         self._ratios = engine.ratios
-        self._known = [
-            *(metric for field, metric in METRIC_OF_FIELD.items() if field not in engine.unknown),
-            names.Metric.GENERATIONS,
-        ]
-        self._max_drafts = min(engine.max_drafts, names.MAX_POSITIONS)
+        self._known = (
+            [names.Metric.TRIMMED]
+            if engine.front_end
+            else [
+                *(metric for field, metric in METRIC_OF_FIELD.items() if field not in engine.unknown),
+                names.Metric.GENERATIONS,
+            ]
+        )
+        self._max_drafts = 0 if engine.front_end else min(engine.max_drafts, names.MAX_POSITIONS)
         self._counters: dict[tuple[names.Metric, frozenset[str]], Series] = {}
         self._positions: dict[tuple[names.Metric, int], Series] = {}
 
@@ -91,6 +95,8 @@ class EngineSource:
                 yield self._counter(METRIC_OF_FIELD[field], ratios), value
         if increment.generations:
             yield self._counter(names.Metric.GENERATIONS, ratios), increment.generations
+        if increment.trimmed is not None:
+            yield self._counter(names.Metric.TRIMMED, ratios), increment.trimmed
         by_position = (increment.accepted_by_position, increment.proposed_by_position)
         for metric, values in zip(_POSITIONS, by_position, strict=True):
             for position, value in enumerate(values):
@@ -109,7 +115,7 @@ class EngineSource:
     def _counter(self, metric: names.Metric, holding: frozenset[str]) -> Series:
         series = self._counters.get((metric, holding))
         if series is None:
-            ratio_set = names.ratio_set(metric, holding)
+            ratio_set = None if metric is names.Metric.TRIMMED else names.ratio_set(metric, holding)
             series = Series.of(metric, {**self._attributes, names.RATIO_SET: ratio_set})
             self._counters[metric, holding] = series
         return series
@@ -145,6 +151,9 @@ class EngineCounters:
             pool.attach(source)
             self._flusher = flusher_for(provider, when_idle=ours)
             self._flusher.watch(is_idle)
+            if engine.front_end:
+                self._log.debug("otel_specdec counts trimmed tokens of %s %s into %s", engine.provider, role, whose)
+                return
             self._log.info(
                 "otel_specdec counts speculative decoding of %s engine %d (model %s, method %s, k = %s) into %s",
                 engine.provider,

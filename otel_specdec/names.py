@@ -29,10 +29,14 @@ OVERFLOW: Final = "otel.metric.overflow"
 RESPONSE_ID: Final = "gen_ai.response.id"
 CHOICE: Final = "specdec.choice"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
+PICK: Final = "specdec.pick"
 
 # Values of `SOURCE`: the same generation may be counted by both, so nothing ever sums over this attribute.
 ENGINE: Final = "engine"
 RESPONSE: Final = "response"
+
+# The value of `PICK`: of all that finished, the one with the lowest accept rate. Others are picked by chance.
+LOWEST: Final = "lowest"
 
 # Values of `REASON`.
 DUPLICATE: Final = "duplicate"
@@ -102,6 +106,11 @@ class Metric(str, Enum):
         "specdec.position.proposed_tokens",
         "{token}",
         "Proposed draft tokens by draft position.",
+    )
+    TRIMMED = (
+        "specdec.trimmed_tokens",
+        "{token}",
+        "Completed tokens that the front end did not hand on: behind a stop string, or after the client had gone.",
     )
     DROPPED_REPORTS = (
         "specdec.dropped_reports",

@@ -17,8 +17,8 @@ from opentelemetry import trace
 
 from otel_specdec import names
 from otel_specdec.batches import Identity
-from otel_specdec.candidates import PICKS, Candidate, Candidates
-from otel_specdec.counts import carried
+from otel_specdec.candidates import Candidate, Candidates, choose
+from otel_specdec.counts import SpecCounts, carried
 from otel_specdec.engines import Picked, TraceIds
 from otel_specdec.payloads import split_choice
 from otel_specdec.sums import Harvest, Pick, Pool, Series
@@ -105,16 +105,15 @@ class RecordedSums:
             finished = self._candidates.drain()
             for followed in self._by_identity.values():
                 followed.share = Tally()
-        picks: list[Pick] = []
-        picked_of: dict[object, int] = {}
+        groups: dict[frozenset[object], list[_Followed]] = {}  # by attribute set
         for followed in finished:  # lowest order first
-            group = frozenset(attributes for attributes, _ in followed.share.generations)
-            picked_of[group] = picked_of.get(group, 0) + 1
-            if picked_of[group] <= PICKS:
-                picks.append(self._pick(followed))
+            groups.setdefault(frozenset(attributes for attributes, _ in followed.share.generations), []).append(
+                followed
+            )
+        picks = [self._pick(*each) for group in groups.values() for each in choose(group, _drafts)]
         return Harvest(pending.items(), picks)
 
-    def _pick(self, followed: _Followed) -> Pick:
+    def _pick(self, followed: _Followed, lowest_rate: float | None) -> Pick:
         session, generation = followed.identity
         response_id, choice = split_choice(generation)
         positions = (names.Metric.POSITION_ACCEPTED, names.Metric.POSITION_PROPOSED)
@@ -128,6 +127,7 @@ class RecordedSums:
             increments=(),
             session_id=session,
             trace=followed.trace,
+            lowest_rate=lowest_rate,
         )
         return Pick(picked, share)
 
@@ -138,6 +138,17 @@ class RecordedSums:
         self._by_identity = {}
         self._candidates = Candidates(self._leave)
         self._pool.attach(self)  # the pool forgot its sources too
+
+
+def _drafts(followed: _Followed) -> tuple[int, int] | None:
+    accepted = proposed = 0
+    for (_, holding), row in followed.share.counts.items():
+        counts = SpecCounts(*row)
+        if names.ACCEPT_RATE not in holding or counts.accepted is None or counts.proposed is None:
+            return None
+        accepted += counts.accepted
+        proposed += counts.proposed
+    return accepted, proposed
 
 
 def _trace_of(context: Context | Any) -> TraceIds | None:

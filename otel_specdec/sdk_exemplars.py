@@ -33,8 +33,13 @@ PRIVATE_NAMES: Final = ("_sdk_config", "_sdk_config.views", "_sdk_config.exempla
 """What `install` touches on a MeterProvider, beyond the SDK's public names."""
 
 
+_Item = tuple[float, int, "int | float", ExemplarLabels]  # what it is kept by, negative; a tie-breaker
+
+
 class GenerationExemplarReservoir(ExemplarReservoir):
     """Keeps at most 4 generations between two collections: those with the lowest random numbers, so uniformly.
+
+    But for one, the generation with the lowest accept rate, where one is marked so.
 
     It takes nothing that is not one generation's, so no measurement made inside somebody's span leaves a trace id,
     and it holds nothing after a collection: no stale trace id either (the SDK's fixed-size one keeps them, seen on
@@ -50,27 +55,38 @@ class GenerationExemplarReservoir(ExemplarReservoir):
         self._size = size
         self._lock = threading.Lock()
         self._tie = itertools.count()
-        self._kept: list[tuple[float, int, int | float, ExemplarLabels]] = []  # a heap, highest order first
+        self._kept: list[_Item] = []  # a heap, highest order first
+        self._marked: list[_Item] = []  # those with the lowest accept rates; a heap, highest rate first
 
     def offer(self, value: float, time_unix_nano: int, attributes: Attributes, context: Context) -> None:
         """Take a measurement if it is one generation's (see `ExemplarReservoir`)."""
         labels = labels_in(context)
         if labels is None:
             return
-        item = (-labels.order, next(self._tie), value, labels)
+        marked = labels.lowest_rate is not None
+        item = (
+            -(labels.lowest_rate if labels.lowest_rate is not None else labels.order),
+            next(self._tie),
+            value,
+            labels,
+        )
         with self._lock:
-            if len(self._kept) < self._size:
-                heapq.heappush(self._kept, item)
+            kept = self._marked if marked else self._kept
+            if len(kept) < self._size:
+                heapq.heappush(kept, item)
             else:
-                heapq.heappushpop(self._kept, item)
+                heapq.heappushpop(kept, item)
 
     def collect(self, point_attributes: Attributes) -> list[Exemplar]:
         """The kept generations in the order of their finish; forgets them (see `ExemplarReservoir`)."""
         with self._lock:
-            kept, self._kept = self._kept, []
+            marked, self._marked = sorted(self._marked, reverse=True), []
+            kept, self._kept = sorted(self._kept, reverse=True), []
+        # Of several marked ones (one for each drain between two collections) those behind the first come last.
+        found = [*marked[:1], *kept, *marked[1:]][: self._size]
         return [
             Exemplar(dict(labels.attributes), value, labels.time_unix_nano, labels.span_id, labels.trace_id)
-            for _, _, value, labels in sorted(kept, key=lambda item: item[3].time_unix_nano)
+            for _, _, value, labels in sorted(found, key=lambda item: item[3].time_unix_nano)
         ]
 
 

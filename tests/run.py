@@ -121,6 +121,14 @@ def modules(folder: Path, venv: Path) -> Iterator[Part]:
         yield Part(f"{folder.name} {module.stem.removeprefix('test_')}", venv, module)
 
 
+def release() -> Iterator[Part]:
+    """The files to be released, and the wheel alone on each Python of this machine."""
+    for version in SUPPORTED:
+        if not find_python(version):
+            say(f"release on {version}: NOT RUN, this machine has no python{version}")
+    yield Part("release", VENVS / "dev", Path("tests/release"))
+
+
 SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "unit": unit,
     "pythons": pythons,
@@ -131,6 +139,7 @@ SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "collector": collector,
     "drift": drift,
     "ray": ray,
+    "release": release,
 }
 
 

@@ -22,21 +22,23 @@ class EngineDescription:
         model: the model label of the engine's own metrics.
         method: the drafting method.
         max_drafts: most draft tokens of one step (k, ≥ 1); 0 where it is not known.
-        index: data-parallel rank (≥ 0).
+        index: data-parallel rank (≥ 0); None where the process serves them all.
         ratios: the ratios that this engine can be expected to know for every generation; their series begin at 0 when
             the engine comes up.
         role: what the process is to the engine (`specdec.process`): `engine-0`, `tokenizer-2`; "" for `engine-<index>`.
         unknown: the fields of `SpecCounts` that no generation of this engine will have; their series do not begin.
+        front_end: whether this is a front end of engines, which knows the tokens that no client got and nothing else.
     """
 
     provider: str
     model: str
     method: str
     max_drafts: int
-    index: int
+    index: int | None
     ratios: frozenset[str]
     role: str = ""
     unknown: frozenset[str] = frozenset()
+    front_end: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class Increment:
             which different ratios held all their life.
         accepted_by_position: accepted draft tokens by position, from 0 up (tokens).
         proposed_by_position: proposed draft tokens by position, of the same length (tokens).
+        trimmed: completed tokens that a front end did not hand on; None from whatever is not one.
     """
 
     counts: SpecCounts
@@ -58,6 +61,7 @@ class Increment:
     ratios: frozenset[str] | None = None
     accepted_by_position: Sequence[int] = ()
     proposed_by_position: Sequence[int] = ()
+    trimmed: int | None = None
 
 
 class TraceIds(NamedTuple):
@@ -81,6 +85,7 @@ class Picked:
         choice: which of the request's sequences it is (`1`, `0.2`: prompt index, child index), where it has several.
         session_id: the session that the request belongs to.
         trace: the request's trace context: W3C headers (`traceparent`), or the ids.
+        lowest_rate: its accept rate (0 to 1), if it was picked for having the lowest; None if it was picked by chance.
     """
 
     response_id: str
@@ -90,6 +95,7 @@ class Picked:
     choice: str | None = None
     session_id: str | None = None
     trace: Mapping[str, str] | TraceIds | None = None
+    lowest_rate: float | None = None
 
 
 @dataclass(slots=True)

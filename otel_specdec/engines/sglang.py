@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple
 
 import wrapt
 
-from otel_specdec.candidates import PICKS, Candidate, Candidates
+from otel_specdec.candidates import Candidate, Candidates, choose
 from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, SpecCounts, ratios_holding
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken, TraceIds
 from otel_specdec.names import MAX_POSITIONS
@@ -201,10 +201,26 @@ class _Followed(Candidate):
         self.trace = trace_of(state)
         self.increments: list[Increment] = []
 
-    def picked(self) -> Picked:
+    def drafts(self) -> tuple[int, int] | None:
+        """Accepted and proposed tokens since the last drain; None where one is not known."""
+        accepted = proposed = 0
+        for increment in self.increments:
+            if increment.counts.accepted is None or increment.counts.proposed is None:
+                return None
+            accepted += increment.counts.accepted
+            proposed += increment.counts.proposed
+        return accepted, proposed
+
+    def picked(self, lowest_rate: float | None) -> Picked:
         # `meta_info.id`, and `id` of the OpenAI endpoints. Each of n > 1 sequences has an id of its own.
         return Picked(
-            self.rid, self.finished_unix_nano, self.order, self.increments, session_id=self.session_id, trace=self.trace
+            self.rid,
+            self.finished_unix_nano,
+            self.order,
+            self.increments,
+            session_id=self.session_id,
+            trace=self.trace,
+            lowest_rate=lowest_rate,
         )
 
 
@@ -517,7 +533,7 @@ class RankTally:
                     self._ended_unseen(rid)
             self._add_running()
             sums, self._sums = self._sums, {}
-            picked = [each.picked() for each in self._candidates.drain()[:PICKS]]
+            picked = [each.picked(rate) for each, rate in choose(self._candidates.drain(), _Followed.drafts)]
             for life in self._lives.values():
                 if life.followed is not None:
                     life.followed.increments = []

@@ -5,16 +5,25 @@
 The real scheduler of the installed vLLM with synthetic outputs (three tokens of five for each request and step). Beside
 our hook stand what one would write first: five `Counter.add` for each generation and step, and one `Histogram.record`.
 Every variant takes its turn on the same scheduler, step after step; the figures are medians, and the spread is that
-of the medians of ten equal parts. Needs the environment `vllm`; it is not a test, and no test looks at a clock.
+of the medians of ten equal parts. Three kinds of step:
+
+- alike: every request has four drafts, as with a draft model;
+- mixed: every other request has some drafts, of different number, as with n-grams;
+- ending: in each step some requests finish, their last tokens trimmed, and as many new ones begin. What this costs
+  above the alike steps, by finished generation, is what a generation costs besides its steps, its birth included.
+
+Needs the environment `vllm`; it is not a test, and no test looks at a clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +72,20 @@ def naive_histogram(plain: Update) -> Update:
     return update
 
 
-def measure(rig: Rig, requests: int, steps: int) -> dict[str, list[float]]:
+@dataclass(frozen=True)
+class Shape:
+    """What the steps look like."""
+
+    requests: int
+    mixed: bool = False
+    ending: int = 0  # requests that finish in each step
+
+    def __str__(self) -> str:
+        kind = "mixed" if self.mixed else f"{self.ending} ending" if self.ending else "alike"
+        return f"{self.requests} running requests, {kind}"
+
+
+def measure(rig: Rig, shape: Shape, steps: int) -> dict[str, list[float]]:
     """Microseconds of each step, by variant."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
@@ -78,8 +100,9 @@ def measure(rig: Rig, requests: int, steps: int) -> dict[str, list[float]]:
         "5 Counter.add": naive_adds(plain),
         "1 Histogram.record": naive_histogram(plain),
     }
-    for number in range(requests):
-        rig.add(f"cmpl-{number:032x}-0-abcdef12", max_tokens=1_000_000, prompt=8)
+    ids = (f"cmpl-{number:032x}-0-abcdef12" for number in itertools.count())
+    for request_id in itertools.islice(ids, shape.requests):
+        rig.add(request_id, max_tokens=1_000_000, prompt=8)
     rig.step({request_id: [10] for request_id in rig.scheduler.requests})
     times: dict[str, list[float]] = {name: [] for name in variants}
     order = list(variants)
@@ -88,25 +111,32 @@ def measure(rig: Rig, requests: int, steps: int) -> dict[str, list[float]]:
     gc.disable()
     try:
         for number in range(steps * len(order)):
-            for request in rig.scheduler.running:
-                request.spec_token_ids = list(DRAFT)
+            for request_id in itertools.islice(ids, shape.requests - len(rig.scheduler.running)):
+                rig.add(request_id, max_tokens=1_000_000, prompt=8)
+            for row, request in enumerate(rig.scheduler.running):
+                request.spec_token_ids = DRAFT[: (row // 2) % 4 + 1 if row % 2 else 0] if shape.mixed else list(DRAFT)
                 # Keep the requests short, or the scheduler's own cost grows with every step.
                 if request.num_output_tokens > 60:
                     del request._output_token_ids[1:]
                     del request._all_token_ids[9:]
                     request.num_computed_tokens = 8
+            for request in rig.scheduler.running[: shape.ending]:
+                request.max_tokens = request.num_output_tokens + 2
             step = rig.schedule()
-            ids = list(step.num_scheduled_tokens)
+            scheduled = list(step.num_scheduled_tokens)
+            drafts = step.scheduled_spec_decode_tokens
             output = ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: row for row, request_id in enumerate(ids)},
-                sampled_token_ids=[[10, 11, 12] for _ in ids],
+                req_ids=scheduled,
+                req_id_to_index={request_id: row for row, request_id in enumerate(scheduled)},
+                sampled_token_ids=[[10, 11, 12][: 1 + len(drafts.get(request_id, ()))] for request_id in scheduled],
             )
             name = order[number % len(order)]
             update = variants[name]
             start = time.perf_counter()
             update(rig.scheduler, step, output)
             times[name].append((time.perf_counter() - start) * 1e6)
+            if number % 500 == 0:
+                rig.reader.get_metrics_data()  # a collection now and then, as in life
     finally:
         gc.enable()
         gc.unfreeze()
@@ -124,6 +154,16 @@ def row(name: str, times: list[float], plain: list[float]) -> str:
     return f"  {name:20} {median:9.1f} µs  {100 * (median / base - 1):+7.1f} %   {spread}"
 
 
+def per_generation(ending: dict[str, list[float]], alike: dict[str, list[float]], shape: Shape) -> dict[str, float]:
+    """Microseconds by finished generation above what its steps cost, by variant but the plain one."""
+    over = {
+        name: [statistics.median(each[name]) - statistics.median(each["plain"]) for each in (ending, alike)]
+        for name in ending
+        if name != "plain"
+    }
+    return {name: (with_ends - without) / shape.ending for name, (with_ends, without) in over.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
@@ -132,10 +172,19 @@ def main() -> None:
     models = ensure_models(Path(__file__).resolve().parents[2] / "build" / "models")
     with Rig(models, max_num_seqs=512) as rig:
         for requests in arguments.requests:
-            times = measure(rig, requests, arguments.steps)
-            print(f"{requests} running requests, {arguments.steps} steps of each")
-            for name, each in times.items():
-                print(row(name, each, times["plain"]), flush=True)
+            shapes = [Shape(requests), Shape(requests, mixed=True)]
+            if requests > 8:
+                shapes.append(Shape(requests, ending=8))
+            alike: dict[str, list[float]] = {}
+            for shape in shapes:
+                times = measure(rig, shape, arguments.steps)
+                alike = alike or times
+                print(f"{shape}, {arguments.steps} steps of each")
+                for name, each in times.items():
+                    print(row(name, each, times["plain"]), flush=True)
+                if shape.ending:
+                    for name, microseconds in per_generation(times, alike, shape).items():
+                        print(f"  {name:20} {microseconds:9.2f} µs by finished generation")
 
 
 if __name__ == "__main__":

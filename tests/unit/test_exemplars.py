@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -16,7 +17,7 @@ from opentelemetry.sdk.metrics.view import View
 from opentelemetry.sdk.trace import TracerProvider
 
 from otel_specdec import GenerationExemplarFilter, views
-from otel_specdec.candidates import PICKS, PLACES, Candidate, Candidates
+from otel_specdec.candidates import PICKS, PLACES, Candidate, Candidates, choose
 from otel_specdec.counts import ALL_RATIOS, SpecCounts
 from otel_specdec.engines import EngineDescription, Increment, Picked, Taken, TraceIds
 from otel_specdec.exemplars import labels_of
@@ -28,8 +29,13 @@ SPAN = trace.SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=trace.TraceFl
 ENGINE = EngineDescription("vllm", "tiny", "ngram", 4, 0, ALL_RATIOS)
 
 
-def picked(response_id: str = "cmpl-1", choice: str | None = None, session_id: str | None = None) -> Picked:
-    return Picked(response_id, 1_000_000_000, 0.5, [], choice=choice, session_id=session_id)
+def picked(
+    response_id: str = "cmpl-1",
+    choice: str | None = None,
+    session_id: str | None = None,
+    lowest_rate: float | None = None,
+) -> Picked:
+    return Picked(response_id, 1_000_000_000, 0.5, [], choice=choice, session_id=session_id, lowest_rate=lowest_rate)
 
 
 # --- What is said -----------------------------------------------------------------------------------------------------
@@ -75,6 +81,16 @@ def test_labels_go_in_the_contracts_order_until_the_rest_fits(
     assert labels.attributes.get("gen_ai.response.id", response_id) == response_id
     assert labels.attributes.get("specdec.choice", choice) == choice
     assert labels.attributes.get("gen_ai.conversation.id", session) == session
+
+
+@pytest.mark.parametrize(("runes", "kept"), [(14, True), (15, False), (32, False)])
+def test_the_mark_of_the_lowest_accept_rate_is_the_first_to_go(runes: int, kept: bool) -> None:
+    labels = labels_of(picked("x" * runes, "1", lowest_rate=0.25), SPAN, 1)
+    assert labels.attributes.get("specdec.pick") == ("lowest" if kept else None)
+    assert (labels.attributes["gen_ai.response.id"], labels.trace_id, labels.span_id) == ("x" * runes, 0xABC, 0xDEF)
+    assert labels.attributes["specdec.choice"] == "1"
+    assert labels.lowest_rate == 0.25  # it goes by that in a reservoir all the same
+    assert "specdec.pick" not in labels_of(picked(), SPAN, 1).attributes
 
 
 # --- Who is named -----------------------------------------------------------------------------------------------------
@@ -153,6 +169,36 @@ def test_long_generations_among_short_ones_are_as_likely_as_they_are_many() -> N
     assert share == pytest.approx(10 / 110, abs=5 * 0.0027)
 
 
+def candidates(*drafts: tuple[int, int] | None) -> list[tuple[Candidate, tuple[int, int] | None]]:
+    return [(Candidate(n / 10), each) for n, each in enumerate(drafts)]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "expected"),
+    [
+        ([(8, 16), (9, 16), (3, 20), (8, 16), (0, 15), (5, 16)], [2, 0, 1, 3]),  # the third; 15 are too few
+        ([(8, 16), (9, 16), (8, 16)], [0, 1, 2]),  # of two alike by chance; all are picked
+        ([(0, 15), None, (1, 1), (0, 0), (2, 3)], [0, 1, 2, 3]),  # nobody to single out
+        ([None, (16, 16)], [1, 0]),
+        ([], []),
+    ],
+)
+def test_one_place_goes_to_the_lowest_accept_rate_and_the_others_by_chance(
+    drafts: list[tuple[int, int] | None], expected: list[int]
+) -> None:
+    finished = candidates(*drafts)
+    known = dict(finished)
+    chosen = choose([candidate for candidate, _ in finished], known.__getitem__)
+    assert [int(candidate.order * 10) for candidate, _ in chosen] == expected
+    rates = [rate for _, rate in chosen]
+    assert all(rate is None for rate in rates[1:])
+    if rates and rates[0] is not None:
+        accepted, proposed = known[chosen[0][0]] or (0, 0)
+        assert rates[0] == accepted / proposed
+    else:
+        assert not [each for each in drafts if each and each[1] >= 16]
+
+
 # --- On the SDK -------------------------------------------------------------------------------------------------------
 
 
@@ -167,10 +213,16 @@ class Tally:
         return self.taken.pop(0) if self.taken else Taken([])
 
     def finish(
-        self, response_id: str, completion: int, order: float, ms: int, trace_ids: TraceIds | None = None
+        self,
+        response_id: str,
+        completion: int,
+        order: float,
+        ms: int,
+        trace_ids: TraceIds | None = None,
+        lowest_rate: float | None = None,
     ) -> None:
         increment = Increment(SpecCounts(1, 2, 1, completion, 2), 1)
-        generation = Picked(response_id, ms * 1_000_000, order, [increment], trace=trace_ids)
+        generation = Picked(response_id, ms * 1_000_000, order, [increment], trace=trace_ids, lowest_rate=lowest_rate)
         rest = Increment(SpecCounts(10, 20, 10, 100, 20), 5)
         self.taken.append(Taken([increment, rest], [generation]))
 
@@ -298,6 +350,33 @@ def test_two_readers_of_either_temporality_see_the_same_generations_over_their_o
         assert set(ids(found[name])) == lowest, name  # the same ones on each counter
     times = [e.time_unix_nano for e in found["specdec.generations"]]  # type: ignore[attr-defined]
     assert times == sorted(times)
+
+
+def test_a_reservoir_keeps_the_lowest_accept_rate_and_three_by_chance() -> None:
+    cumulative = InMemoryMetricReader()
+    delta = InMemoryMetricReader(preferred_temporality={SdkCounter: AggregationTemporality.DELTA})
+    tally = attach(provider_with(cumulative, delta))
+    for n in range(6):  # one reader collects twelve times, the other once
+        tally.finish(f"marked-{n}", 7, 0.9, 2_000 + 10 * n, lowest_rate=(n + 2) % 6 / 10)
+        tally.finish(f"other-{n}", 7, n / 10, 2_001 + 10 * n)
+        assert ids(collected(cumulative)["specdec.generations"]) == [f"marked-{n}"]
+        assert ids(collected(cumulative)["specdec.generations"]) == [f"other-{n}"]
+    found = collected(delta)
+    for name in SIX:
+        assert set(ids(found[name])) == {"marked-4", "other-0", "other-1", "other-2"}, name
+    exemplars: list[Any] = found["specdec.generations"]
+    picks = {e.filtered_attributes["gen_ai.response.id"]: e.filtered_attributes.get("specdec.pick") for e in exemplars}
+    assert picks == {"marked-4": "lowest", "other-0": None, "other-1": None, "other-2": None}
+
+
+def test_where_there_is_room_each_marked_one_is_kept() -> None:
+    cumulative = InMemoryMetricReader()
+    delta = InMemoryMetricReader(preferred_temporality={SdkCounter: AggregationTemporality.DELTA})
+    tally = attach(provider_with(cumulative, delta))
+    for n in range(3):
+        tally.finish(f"marked-{n}", 7, 0.9, 2_000 + n, lowest_rate=n / 10)
+        collected(cumulative)
+    assert ids(collected(delta)["specdec.generations"]) == ["marked-0", "marked-1", "marked-2"]
 
 
 def test_times_are_distinct_ascending_milliseconds() -> None:

@@ -24,6 +24,7 @@ COUNTERS = {
     "specdec.generations": "{generation}",
     "specdec.position.accepted_tokens": "{token}",
     "specdec.position.proposed_tokens": "{token}",
+    "specdec.trimmed_tokens": "{token}",
     "specdec.dropped_reports": "{report}",
     "specdec.instrumentation.errors": "{error}",
 }
@@ -161,7 +162,7 @@ LABELS = {
     "error.type",
     "otel.metric.overflow",
 }
-EXEMPLAR_LABELS = {"gen_ai.response.id", "specdec.choice", "gen_ai.conversation.id"}
+EXEMPLAR_LABELS = {"gen_ai.response.id", "specdec.choice", "gen_ai.conversation.id", "specdec.pick"}
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
@@ -223,7 +224,7 @@ def test_only_the_pool_adds_to_the_counters_and_only_one_module_makes_instrument
         assert [module for module, _ in named(signal)] == []
 
 
-def test_an_exemplar_says_ids_and_nothing_else() -> None:
+def test_an_exemplar_says_ids_and_why_it_was_picked_and_nothing_else() -> None:
     (function,) = (
         node
         for node in ast.walk(TREES["exemplars.py"])

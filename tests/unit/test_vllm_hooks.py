@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from otel_specdec import VLLMSpecDecInstrumentor
-from otel_specdec.engines import vllm as adapter
+from otel_specdec.engines.vllm_shared import SpecDecWrapper
 from tests.unit.collected import Meter, counted
 from tests.unit.vllm_stand_in import SOURCE, Steps, importable, write
 
@@ -236,7 +236,7 @@ def test_an_unknown_scheduler_gets_one_warning_and_is_left_as_it_is(
         assert not line.exc_info
         for name in METHODS:
             found = vars(scheduler).get(name) if isinstance(scheduler, type) else None
-            assert not isinstance(found, adapter._SpecDecWrapper)
+            assert not isinstance(found, SpecDecWrapper)
         instrumentor.uninstrument()
         assert meter.points() == []
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
@@ -319,6 +319,24 @@ def test_aborts_are_counted_however_they_are_named(
     assert meter.totals() == counted(completion=3, generations=len(finished))
     if ids is None or isinstance(ids, str):
         assert steps.scheduler.finished_with[-1][0] is type(ids)
+
+
+def test_what_the_callers_own_iterator_raises_reaches_the_caller(
+    meter: Meter, vllm: Import, instrumentor: VLLMSpecDecInstrumentor
+) -> None:
+    def ids() -> Iterator[str]:
+        yield "a"
+        raise LookupError("the caller's own")
+
+    instrumentor.instrument(meter_provider=meter.provider)
+    steps = Steps(vllm())
+    steps.add("a")
+    steps.step(a=(0, 1))
+    with pytest.raises(LookupError, match="the caller's own"):
+        steps.scheduler.finish_requests(ids())
+    assert steps.scheduler.requests
+    assert meter.totals() == counted(completion=1)
+    assert meter.errors() == {}
 
 
 def test_an_abort_without_a_token_is_no_generation(

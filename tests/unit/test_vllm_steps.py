@@ -2,7 +2,8 @@
 
 Steps are made with everything that vLLM's scheduler does to them: drafts of every length, padding of new and resumed
 requests, drafts that the grammar invalidated, trimming at the end, outputs that are dropped, requests that fail,
-aborts in every state, ids used again. Stand-ins have the attributes that the adapter reads, and no others.
+aborts in every state, sessions whose turns end, ids used again. Stand-ins have the attributes that the adapter
+reads, and no others.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import pytest
 
 from otel_specdec.counts import COUNT_FIELDS
 from otel_specdec.engines import Increment, Picked
+from otel_specdec.engines import vllm as adapter
 from otel_specdec.engines.vllm import StepTally
+from otel_specdec.engines.vllm_candidates import Following
 
 K = 5
 STEPS = 100_000
 
 
 class Request:
-    def __init__(self, request_id: str, plain: Counter[str]) -> None:
+    def __init__(self, request_id: str, plain: Counter[str], *, resumable: bool = False) -> None:
         self.request_id = request_id
+        self.resumable = resumable  # streaming input: the end of a turn is not the end of the generation
+        self.has_tokens = False
         self.num_output_tokens = 0
         self.finished = False
         self.plain = plain  # its own counts since the last collection
@@ -39,10 +44,11 @@ class Request:
 class World:
     """A scheduler's requests, random steps over them, and the plain count."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, sessions: bool = False) -> None:
         self.random = random.Random(seed)
+        self.sessions = sessions
         self.scheduler: Any = SimpleNamespace(requests={}, running=[], finished_req_ids=set())
-        self.idle = 0
+        self.idle = self.became_idle = 0
         listener = SimpleNamespace(engine_idle=self.went_idle)
         self.tally = StepTally(SimpleNamespace(listener=listener), _Weak(self.scheduler), counts=True)  # type: ignore[arg-type]
         self.plain: Counter[str] = Counter()
@@ -58,7 +64,7 @@ class World:
         # An id may come back once its request is gone.
         request_id = f"r{self.random.randrange(400)}"
         if request_id not in self.scheduler.requests:
-            request = Request(request_id, Counter())
+            request = Request(request_id, Counter(), resumable=self.sessions and self.random.random() < 0.3)
             self.scheduler.requests[request_id] = request
             self.scheduler.running.append(request)
             self.fresh.add(request_id)
@@ -69,28 +75,38 @@ class World:
 
     def end(self, request: Request) -> None:
         request.finished = True
-        self.scheduler.running.remove(request)
+        if request in self.scheduler.running:
+            self.scheduler.running.remove(request)
         self.scheduler.finished_req_ids.add(request.request_id)
         del self.scheduler.requests[request.request_id]
         self.fresh.discard(request.request_id)
-        if request.num_output_tokens:
+        if request.has_tokens:
             self.plain["generations"] += 1
             self.generations.append((request.request_id, request.plain))
 
-    def abort(self) -> None:
+    def abort(self) -> list[Request]:
         live = list(self.scheduler.requests)
         ids = [*self.random.sample(live, min(len(live), self.random.randint(1, 3))), "nobody"]
         requests = self.tally.before_finish(self.scheduler, ids)
         for request in requests:
             self.end(request)
         self.tally.after_finish(self.scheduler, requests)
+        self.became_idle += bool(requests and not self.scheduler.requests)
+        return requests
+
+    def rarely(self) -> bool:
+        return not self.steady and self.random.random() < 0.01
 
     def step(self) -> None:
         rng = self.random
         self.scheduler.finished_req_ids.clear()  # as `schedule` does
         uniform = rng.random() < 0.4  # every request has as many drafts, as with a draft model
-        dropping = rng.random() < 0.1
+        dropping = not self.steady and rng.random() < 0.1
         live: list[Request] = [r for r in self.scheduler.requests.values() if rng.random() < 0.9]
+        for request in live:
+            if request not in self.scheduler.running:  # its session goes on
+                self.scheduler.running.append(request)
+                self.fresh.add(request.request_id)
         rng.shuffle(live)
         new = [r for r in live if r.request_id in self.fresh]
         resumed = {r.request_id for r in live if r not in new and rng.random() < 0.05}
@@ -107,26 +123,38 @@ class World:
                 if not uniform and rng.random() < 0.2:
                     invalid[request.request_id] = rng.randint(1, len(drafts[request.request_id]))
             valid = 0 if fresh else len(drafts.get(request.request_id, ())) - invalid.get(request.request_id, 0)
-            prefilling = request in new and rng.random() < 0.3
-            sampled.append([] if prefilling else [1] * (1 + rng.randint(0, valid)))
+            generated = 1 + rng.randint(0, valid)
+            if request in new and rng.random() < 0.3:
+                generated = 0  # in the middle of its prefill
+            elif self.rarely():
+                generated = rng.choice([0, valid + 3])  # which no version does
+            sampled.append([1] * generated)
         rows = {r.request_id: row for row, r in enumerate(live)}
-        if rng.random() < 0.1:  # one more that ended since it was scheduled: it is in the rows, and in nothing else
+        if (
+            not self.steady and rng.random() < 0.1
+        ):  # one more that ended since it was scheduled: it is in the rows, and in nothing else
             rows["ended"] = len(live)
             sampled.append([1] * 3)
             drafts["ended"] = [7] * 2
+        if self.rarely():
+            sampled.clear()  # nothing was sampled at all
         step = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id) for r in new],
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
             scheduled_spec_decode_tokens=drafts,
             num_invalid_spec_tokens=invalid or None,
         )
+        aborted = self.abort() if self.rarely() else []  # after it was scheduled
+        preempted = [r for r in live if r in self.scheduler.running and self.rarely()]
+        for request in preempted:
+            self.scheduler.running.remove(request)
         output = SimpleNamespace(req_id_to_index=rows, sampled_token_ids=sampled)
         before = self.tally.before_step(self.scheduler, step, output)
 
         outputs = []
         for request, tokens in zip(live, list(sampled), strict=False):
             generated = len(tokens)
-            if not generated:
+            if not generated or request in aborted:
                 continue
             if dropping and rng.random() < 0.1:
                 continue  # a stale output, dropped
@@ -138,24 +166,33 @@ class World:
             valid = 0 if fresh else len(drafts.get(request.request_id, ())) - invalid.get(request.request_id, 0)
             self.count(request, completion=emitted)
             request.num_output_tokens += emitted
+            request.has_tokens = True
             if valid:
+                # More accepted than proposed is kept out of positions.
+                positions = range(valid if generated - 1 <= valid else 0)
                 self.count(request, accepted=generated - 1, proposed=valid, verify=1, emitted=emitted)
-                for position in range(valid):
+                for position in positions:
                     self.plain[f"proposed@{position}"] += 1
                     self.plain[f"accepted@{position}"] += position < generated - 1
-            if ends:
+            if ends and request.resumable and rng.random() < 0.7:
+                if request not in preempted:
+                    self.scheduler.running.remove(request)
+                request.num_output_tokens = 0  # what was generated is part of the next turn's prompt
+            elif ends:
                 self.end(request)
             reason = rng.choice(["stop", "length"]) if ends else None
             outputs.append(SimpleNamespace(request_id=request.request_id, new_token_ids=tokens, finish_reason=reason))
         for request in list(self.scheduler.requests.values()):
-            if rng.random() < 0.002:  # it fails inside the call: an output without tokens
+            if not self.steady and rng.random() < 0.002:  # it fails inside the call: an output without tokens
                 failing = self.tally.before_finish(self.scheduler, [request.request_id])
                 self.end(request)
                 self.tally.after_finish(self.scheduler, failing)
                 outputs.append(SimpleNamespace(request_id=request.request_id, new_token_ids=[], finish_reason="error"))
         half = len(outputs) // 2
         clients = {0: SimpleNamespace(outputs=outputs[:half]), 1: SimpleNamespace(outputs=outputs[half:])}
+        was_busy = bool(self.scheduler.finished_req_ids - before.finished)
         self.tally.after_step(self.scheduler, step, output, before, clients)
+        self.became_idle += was_busy and not self.scheduler.requests
 
     def collect(self) -> None:
         """A collection: the sums equal the plain count, and so do the counts of each generation picked."""
@@ -178,6 +215,7 @@ class World:
             request.plain.clear()
 
     few = few_picked = 0
+    steady = False  # nothing goes astray
 
 
 class _Weak(SimpleNamespace):
@@ -204,8 +242,9 @@ def total(increments: list[Increment], *, positions: bool = True) -> Counter[str
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_steps_equal_the_plain_count(seed: int) -> None:
-    world = World(seed)
+def test_random_steps_equal_the_plain_count(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_LOG_BYTES", 50 if seed % 2 else 8192)
+    world = World(seed, sessions=seed == 3)
     steps = 0
     while steps < STEPS // 4:
         # Crowds of different size, so that the places for exemplars are sometimes free and sometimes all taken.
@@ -222,7 +261,76 @@ def test_random_steps_equal_the_plain_count(seed: int) -> None:
         world.collect()
     # Where at most 4 finished, each was picked, but for the rare one that had lost its place in a crowd before.
     assert 0.99 * world.few < world.few_picked <= world.few
-    assert world.idle > 0
+    assert world.idle == world.became_idle > 0
+
+
+def test_only_steps_in_which_something_went_astray_are_counted_request_by_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cheap way is taken for the ends of generations too, trimmed or not: most steps of a busy engine have some."""
+    one_by_one = 0
+    plainly = StepTally._count
+
+    def note(*step: Any) -> None:
+        nonlocal one_by_one
+        one_by_one += 1
+        plainly(*step)
+
+    monkeypatch.setattr(StepTally, "_count", note)
+    world = World(0)
+    world.steady = True
+    ended = 0
+    for _ in range(300):
+        while len(world.scheduler.requests) < 40:
+            world.arrive()
+        world.step()
+        ended += bool(world.scheduler.finished_req_ids)
+    assert ended > 200
+    assert not one_by_one
+    world.collect()
+
+
+def test_one_candidate_among_requests_that_are_none() -> None:
+    """The hooks came when the others were running already."""
+    following = Following()
+    following.born(Request("newborn", Counter()))
+    following.born(Request("", Counter()))  # nothing to name it by
+    rows = {"old": 0, "older": 1, "newborn": 2, "oldest": 3}
+    for _ in range(3):
+        following.step(dict.fromkeys(rows, [7] * K), bytes([1, 2, 3, 4]), rows, K)
+    following.trimmed("newborn", 1, verified=True)
+    following.finished({"newborn", "nobody"})
+    (followed,) = following.drain()
+    assert (followed.accepted, followed.proposed, followed.verify) == (6, 3 * K, 3)
+    assert (followed.completion, followed.emitted) == (8, 8)
+    following.finished({""})
+
+
+def test_drafts_of_somebody_who_is_not_in_the_step_are_passed_over() -> None:
+    sums = adapter._StepSums()
+    drafts = {"a": [7] * 2, "elsewhere": [7] * 3, "b": [7] * 2}
+    assert sums.add_step(drafts, [3, 1], bytes([3, 1]), {"a": 0, "b": 1}, ()) == 0
+    assert +Counter(sums.steps()) == {(2, 3, 3): 1, (2, 1, 1): 1, (0, 0, 0): 1}
+
+
+@pytest.mark.parametrize(
+    ("ended", "generated", "left", "expected"),
+    [
+        ({"a"}, [4, 2], [[1], [1, 1]], [("a", 4, 1)]),
+        ({"a", "b"}, [4, 2], [[1] * 4, [1]], [("b", 2, 1)]),
+        (set(), [4, 2], [[1] * 4, [1, 1]], []),
+        (set(), [4, 2], [[1] * 4, [1]], None),  # trimmed without an end
+        ({"a"}, [4, 2], [[1], [1]], None),  # somebody else trimmed
+        ({"a"}, [4, 2], [[], [1, 1]], None),  # trimmed to nothing
+        ({"a"}, [0, 2], [[], [1, 1]], None),  # ended by something else
+        ({"c"}, [4, 2], [[1] * 4, [1, 1]], None),  # not in the step
+        ({"a"}, [4, 2], [(1,) * 4, (1, 1)], None),  # not a list, of which a copy may have been trimmed
+    ],
+)
+def test_what_was_trimmed_is_seen_or_said_to_be_unseen(
+    ended: set[str], generated: list[int], left: list[Any], expected: list[tuple[str, int, int]] | None
+) -> None:
+    assert adapter._trimmed(ended, {"a": 0, "b": 1}, generated, left) == expected
 
 
 def test_a_step_during_a_collection_waits_for_nobody_and_is_counted_by_the_next() -> None:

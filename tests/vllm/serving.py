@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from examples.vllm_demo.otlp_receiver import Exemplar, OtlpReceiver, Point
 from examples.vllm_demo.server import VllmServer, otlp_environment, total
 from examples.vllm_demo.tiny_model import LETTERS, Models
-from examples.vllm_demo.traffic import Answer, Ask, complete, send_now
+from examples.vllm_demo.traffic import Answer, Ask, complete, greedy_mix, send_now
 from otel_specdec.names import Metric
 from tests.vllm.engine import TOTALS
 
@@ -59,6 +59,10 @@ class Serving:
         assert arrived, totals
         assert totals["generations"] == generations
         return totals
+
+    def trimmed(self, **filters: str | int) -> int:
+        """Completed tokens that the front ends did not hand on."""
+        return int(self.receiver.totals(Metric.TRIMMED.value, **filters))
 
     def vllm(self) -> dict[str, int]:
         """vLLM's own counters, by our names, over all its engines."""
@@ -171,6 +175,22 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(each)
 
 
+def check_what_clients_got(serving: Serving) -> None:
+    """Completion less trimmed is what clients got, to the token, with stop strings and without, streamed or not."""
+    before, trimmed_before = serving.totals(), serving.trimmed()
+    asks = [*(ask for ask in greedy_mix() if ask.name.startswith("stop string")), *greedy_mix()] * 3
+    answers = serving.ask(asks)
+    totals = serving.settle(before["generations"] + sum(len(answer.sequences) for answer in answers))
+    got = sum(answer.tokens for answer in answers)
+    usage = sum(int((answer.usage or {})["completion_tokens"]) for answer in answers)
+    assert got == usage
+    completed = totals["completion"] - before["completion"]
+    assert completed > got
+    assert wait_for(lambda: completed - (serving.trimmed() - trimmed_before) == got, 10), (
+        completed, serving.trimmed() - trimmed_before, got,
+    )  # fmt: skip
+
+
 def check_no_id_left(serving: Serving) -> None:
     """No id that a client has seen is anywhere in an exported byte, but for the exemplars, which are there to name
     it; and nothing of what clients sent and got in words, exemplars included."""
@@ -192,12 +212,18 @@ def check_no_id_left(serving: Serving) -> None:
                 assert form.encode() not in exported
 
 
-def check_attributes(serving: Serving, engines: set[int]) -> None:
-    """Each engine once, under its own index and process; the served name and the method on every point."""
-    points = serving.points()
+def check_attributes(serving: Serving, engines: set[int], front_ends: int = 1) -> None:
+    """Each engine and front end once, under an index or process of its own; the served name and the method on every
+    point."""
+    every = serving.points()
+    trimmed = [point for point in every if point.metric == Metric.TRIMMED.value]
+    assert sorted(str(point.attributes["specdec.process"]) for point in trimmed) == [
+        f"api-{number}" for number in range(front_ends)
+    ]
+    points = [point for point in every if point not in trimmed]
     assert {point.attributes["specdec.engine.index"] for point in points} == engines
     assert {point.attributes["specdec.process"] for point in points} == {f"engine-{index}" for index in engines}
-    for point in points:
+    for point in every:
         assert point.attributes["gen_ai.request.model"] == MODEL
         assert point.attributes["gen_ai.provider.name"] == "vllm"
         assert point.attributes["specdec.method"] == "ngram"
@@ -207,7 +233,7 @@ def check_attributes(serving: Serving, engines: set[int]) -> None:
     per_engine = len(points) / len(engines)
     assert per_engine == 6 + 2 * 4
     # One stream of each series: nothing was exported twice, by another process or after a restart.
-    assert len({(point.metric, tuple(sorted(point.attributes.items()))) for point in points}) == len(points)
+    assert len({(point.metric, tuple(sorted(point.attributes.items()))) for point in every}) == len(every)
 
 
 def wait_for(what: Callable[[], bool], seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -9,6 +10,8 @@ from dataclasses import fields
 import pytest
 
 from examples.vllm_demo.tiny_model import Models
+from otel_specdec.engines import vllm_front_end
+from otel_specdec.engines.vllm_shared import SpecDecWrapper
 from tests.vllm import versions
 from tests.vllm.scheduler import DRAFT, K, Rig
 from tests.vllm.versions import Feature
@@ -131,6 +134,12 @@ HAS: dict[Feature, Callable[[Rig], bool]] = {
 @pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name.lower())
 def test_a_release_lacks_what_the_list_says_and_nothing_else(rig: Rig, feature: Feature) -> None:
     assert HAS[feature](rig) == versions.has(feature)
+
+
+def test_the_front_end_of_every_release_is_as_the_hooks_know_it(rig: Rig) -> None:
+    for module, (kind, method, _, _) in vllm_front_end._PLACES.items():
+        owner = getattr(importlib.import_module(module), kind)
+        assert isinstance(vars(owner)[method], SpecDecWrapper), (module, kind, method)
 
 
 def test_this_release_is_one_of_the_matrix() -> None:

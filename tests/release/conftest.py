@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.release.building import Built, build
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return build(tmp_path_factory.mktemp("release") / "dist")
