@@ -13,13 +13,14 @@ from types import ModuleType
 
 import pytest
 
-from otel_specdec.engines import sglang, vllm
+from otel_specdec.engines import sglang, vllm, vllm_front_end
 from tests.drift.newest import Newest, UnreachableError, bare_class, members, returned
 
 Source = Callable[[str], str]
 Reads = dict[str, dict[str, set[str]]]
 
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+PROCESSOR = "vllm/v1/engine/output_processor.py"
 VLLM_READS: Reads = {
     SCHEDULER: {"Scheduler": {"finished_req_ids", "num_sampled_tokens_per_step", "requests", "running", "vllm_config"}},
     "vllm/v1/core/sched/output.py": {
@@ -38,6 +39,9 @@ VLLM_READS: Reads = {
         "EngineCoreOutputs": {"outputs"},
         "EngineCoreRequest": {"external_req_id"},
     },
+    PROCESSOR: {"OutputProcessor": {"request_states"}},
+    "vllm/v1/engine/async_llm.py": {"AsyncLLM": {"engine_core", "output_processor", "vllm_config"}},
+    "vllm/v1/engine/llm_engine.py": {"LLMEngine": {"engine_core", "output_processor", "vllm_config"}},
     "vllm/config/vllm.py": {"VllmConfig": {"model_config", "parallel_config", "speculative_config"}},
     "vllm/config/speculative.py": {"SpeculativeConfig": {"method", "num_speculative_tokens"}},
     "vllm/config/model.py": {"ModelConfig": {"model", "served_model_name"}},
@@ -87,6 +91,21 @@ def vllm_differences(source: Source) -> list[str]:
     answer = returned(text, "Scheduler", "update_from_output")
     if answer != "dict[int, EngineCoreOutputs]":
         found.append(f"Scheduler.update_from_output returns {answer or 'nobody knows what'}")
+    return found + front_end_differences(source)
+
+
+def front_end_differences(source: Source) -> list[str]:
+    found: list[str] = []
+
+    class Hooks(vllm_front_end.FrontHooks):
+        def _warn(self, what: str) -> None:
+            found.append(what)
+
+    hooks = Hooks(None)  # type: ignore[arg-type]  # never called
+    for name, (kind, method, _, _) in vllm_front_end._PLACES.items():
+        module = ModuleType(name)
+        setattr(module, kind, bare_class(source(f"{name.replace('.', '/')}.py"), kind, (method,)))
+        hooks._wrap(module)
     return found
 
 
@@ -139,18 +158,25 @@ def with_change(source: Source, path: str, old: str, new: str) -> Source:
 
 @pytest.mark.parametrize("newest", ["vllm"], indirect=True)
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("path", "old", "new"),
     [
-        ("def update_from_output(", "def update_from_model_output("),
-        ("def update_from_output(", "async def update_from_output("),
-        ("def finish_requests(", "def end_requests("),
-        ("        scheduler_output: SchedulerOutput,\n        model_runner_output", "        model_runner_output"),
-        ("class Scheduler(", "class Planner("),
-        ("-> dict[int, EngineCoreOutputs]", "-> list[EngineCoreOutputs]"),
+        (SCHEDULER, "def update_from_output(", "def update_from_model_output("),
+        (SCHEDULER, "def update_from_output(", "async def update_from_output("),
+        (SCHEDULER, "def finish_requests(", "def end_requests("),
+        (
+            SCHEDULER,
+            "        scheduler_output: SchedulerOutput,\n        model_runner_output",
+            "        model_runner_output",
+        ),
+        (SCHEDULER, "class Scheduler(", "class Planner("),
+        (SCHEDULER, "-> dict[int, EngineCoreOutputs]", "-> list[EngineCoreOutputs]"),
+        (PROCESSOR, "def process_outputs(", "def handle_outputs("),
+        (PROCESSOR, "engine_core_outputs:", "outputs:"),
+        (PROCESSOR, "class OutputProcessor", "class AnswerProcessor"),
     ],
 )
-def test_a_changed_hook_of_vllm_would_be_seen(newest: Newest, old: str, new: str) -> None:
-    assert vllm_differences(with_change(newest.source, SCHEDULER, old, new))
+def test_a_changed_hook_of_vllm_would_be_seen(newest: Newest, path: str, old: str, new: str) -> None:
+    assert vllm_differences(with_change(newest.source, path, old, new))
 
 
 @pytest.mark.parametrize("newest", ["sglang"], indirect=True)
