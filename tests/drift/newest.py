@@ -98,9 +98,11 @@ def bare_class(source: str, name: str, methods: Iterable[str]) -> Any:
         function.decorator_list = [
             each for each in function.decorator_list if getattr(each, "id", None) in ("staticmethod", "property")
         ]
-    body: list[ast.stmt] = [*kept] or [ast.Pass()]
-    bare = ast.ClassDef(name, bases=[], keywords=[], body=body, decorator_list=[])
-    module = ast.fix_missing_locations(ast.Module([bare], type_ignores=[]))
+    module = ast.parse(f"class {name}:\n    pass")
+    bare = module.body[0]
+    assert isinstance(bare, ast.ClassDef)
+    bare.body = [*bare.body, *kept]
+    ast.fix_missing_locations(module)
     made: dict[str, Any] = {}
     exec(compile(module, f"<{name}>", "exec"), made)
     return made[name]
