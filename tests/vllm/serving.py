@@ -217,9 +217,8 @@ def check_attributes(serving: Serving, engines: set[int], front_ends: int = 1) -
     point."""
     every = serving.points()
     trimmed = [point for point in every if point.metric == Metric.TRIMMED.value]
-    assert sorted(str(point.attributes["specdec.process"]) for point in trimmed) == [
-        f"api-{number}" for number in range(front_ends)
-    ]
+    counting = sorted(str(point.attributes["specdec.process"]) for point in trimmed)
+    assert counting == [f"api-{number}" for number in range(front_ends)], counting
     points = [point for point in every if point not in trimmed]
     assert {point.attributes["specdec.engine.index"] for point in points} == engines
     assert {point.attributes["specdec.process"] for point in points} == {f"engine-{index}" for index in engines}
