@@ -70,6 +70,9 @@ _finished = attrgetter("finished")
 _trace = attrgetter("trace")
 _sampling_params = attrgetter("obj.sampling_params")
 _input_embeds = attrgetter("obj.input_embeds")
+_TOGETHER: Final = 512
+"""Ended generations that wait to be added together, at most; a collection adds them all."""
+
 _none: Final = repeat(None)
 _one: Final = repeat(1)
 
@@ -310,6 +313,8 @@ class RankTally:
         """The newest row of every generation that has begun and not finished, in the order of `_fields`."""
         self._lives: dict[str, _Life] = {}
         """Of those, the ones of which something was added already, and those that need a look of their own."""
+        self._done: list[tuple[Any, Any]] = []
+        """Rows and reasons of generations that have ended, to be added together: so each costs less."""
         self._sums: dict[frozenset[str], _Sums] = {}
         self._candidates: Candidates[_Followed] = Candidates(lambda followed: None)
 
@@ -453,10 +458,25 @@ class RankTally:
             together = [
                 each for life, each in zip(lives, together, strict=True) if life is None and each[0] is not None
             ]
-            rows = [row for row, _ in together]
-        if rows and (self._gaps or not self._add_together(list(zip(*rows, strict=True)))):
-            for row, reason in together:
-                self._finish(_Life(self._knowledge), self._row(row), reason)
+        self._done += together
+        if len(self._done) >= _TOGETHER:
+            self._add_done()
+
+    def _add_done(self) -> None:
+        """Add the generations that have ended since the last time, as far as they are like each other."""
+        done, self._done = self._done, []
+        if not done or (not self._gaps and self._add_together(list(zip(*[row for row, _ in done], strict=True)))):
+            return
+        if not self._gaps:  # those that are short or were retracted are taken out, and the others tried again
+            others = [row for row, _ in done if not self._is_special(row)]
+            if others and self._add_together(list(zip(*others, strict=True))):
+                done = [each for each in done if self._is_special(each[0])]
+        for row, reason in done:
+            self._finish(_Life(self._knowledge), self._row(row), reason)
+
+    def _is_special(self, row: Sequence[Any]) -> bool:
+        """Whether it can't be added with others: no token, the prefill's alone, or a token of another prefill."""
+        return bool(row[self._completion] < 2 or (self._retractions is not None and row[self._retractions]))
 
     def _row(self, row: Sequence[Any]) -> Row:
         return Row(**dict(zip(self._fields, row, strict=True)))
@@ -531,6 +551,7 @@ class RankTally:
                     self._lives.pop(rid, None)
                 else:
                     self._ended_unseen(rid)
+            self._add_done()
             self._add_running()
             sums, self._sums = self._sums, {}
             picked = [each.picked(rate) for each, rate in choose(self._candidates.drain(), _Followed.drafts)]
@@ -652,10 +673,8 @@ class Watch:
                 rows = [row for row, each in enumerate(ranks) if each == rank]
                 ids, why, *part = ([column[row] for row in rows] for column in (rids, reasons, *columns))
                 self.tally(rank or 0).message(ids, part, why, len(why) - why.count(None))
-        if ending and len(self.states) <= number:
-            finishing = {rid for rid, reason in zip(rids, reasons, strict=True) if reason is not None}
-            if finishing.issuperset(self.states):
-                self.owner.listener.engine_idle()
+        if ending and ending >= len(self.states):  # as many as there are; whoever flushes asks `is_idle` once more
+            self.owner.listener.engine_idle()
 
     def ended_unseen(self, rid: str) -> None:
         """A request was aborted in the queue, or its state taken away: no message will tell of it again."""

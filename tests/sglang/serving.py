@@ -80,6 +80,15 @@ class Serving:
             data = answer.read()
         return json.loads(data) if data else None
 
+    def answer(self, path: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A request's `response`, or the `chunks` of its stream."""
+        body = json.dumps(request).encode()
+        ask = urllib.request.Request(self.server.url + path, body, {"content-type": "application/json"})
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(ask, timeout=120) as answer:
+            if not request.get("stream"):
+                return {"response": json.loads(answer.read())}
+            return {"chunks": [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]}
+
     def generate(
         self, prompt: str | list[str], *, headers: Mapping[str, str] | None = None, **request: Any
     ) -> list[Any]:

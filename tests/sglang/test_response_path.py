@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchStrOutput, BatchTokenIDOutput, GenerateReqInput
 
-from tests.sglang.manager import ABORT, LENGTH, NGRAM, Rig, Says, message
+from tests.sglang.manager import ABORT, CHAIN, LENGTH, NGRAM, Rig, Says, message
 
 NGRAM_ONLY = {"accepted": 0, "verify": 0, "completion": 0, "emitted": 0, "generations": 0}
 
@@ -397,3 +400,59 @@ def test_points_say_which_engine_and_which_process() -> None:
 def test_a_message_of_strings_and_one_of_ids_are_known_to_the_adapter() -> None:
     fields = set(BatchStrOutput.__struct_fields__)
     assert {"spec_verify_ct", "spec_num_correct_drafts", "spec_correct_drafts_histogram", "retraction_counts"} <= fields
+
+
+@pytest.mark.parametrize("settings", [NGRAM, CHAIN], ids=["ngram", "chain"])
+@pytest.mark.parametrize("seed", range(3))
+def test_hundreds_of_generations_of_every_kind_between_collections(settings: dict[str, Any], seed: int) -> None:
+    """Far more than there are candidates for exemplars, so that most are added together: equal to a plain count."""
+    rng = random.Random(seed)
+    expected = Counter[str]()
+    with Rig(**settings) as rig:
+        numbers = itertools.count()
+        running: list[Says] = []
+        for turn in range(400):
+            for _ in range(rng.choice([0, 1, 5, 20])):
+                rid = f"r{next(numbers)}"
+                rig.add(rid, stream=True)
+                running.append(Says(rid, 0))
+            rows, going_on = [], []
+            for last in running:
+                if rng.random() < 0.3:
+                    going_on.append(last)
+                    continue
+                first = last.completion == 0
+                ends = rng.random() < 0.4
+                steps = 0 if (first and rng.random() < 0.3) else rng.randint(1, 4)
+                hits = [rng.randint(0, 3) for _ in range(steps)]
+                retractions = last.retractions + (not first and rng.random() < 0.02)
+                histogram = list(last.histogram or [0, 0, 0, 0])
+                for hit in hits:
+                    histogram[hit] += 1
+                row = Says(
+                    last.rid,
+                    last.completion + first + (retractions - last.retractions) + steps + sum(hits),
+                    last.verify + steps, last.accepted + sum(hits), LENGTH if ends else None, retractions, histogram,
+                )  # fmt: skip
+                rows.append(row)
+                if ends:
+                    expected.update(accepted=row.accepted, verify=row.verify, completion=row.completion, generations=1)
+                    expected["emitted"] += row.completion - 1 - row.retractions
+                    expected["proposed"] += 3 * row.verify
+                else:
+                    going_on.append(row)
+            running = going_on
+            rng.shuffle(rows)
+            if rows:
+                rig.says(*rows)
+            if turn % 100 == 99:  # what runs is counted as far as it has come
+                live = Counter[str]()
+                for row in running:
+                    live.update(accepted=row.accepted, verify=row.verify, completion=row.completion)
+                    live["emitted"] += max(0, row.completion - 1 - row.retractions)
+                    live["proposed"] += 3 * row.verify
+                totals = {name: expected[name] + live[name] for name in expected}
+                if settings is NGRAM:
+                    del totals["proposed"]
+                assert {name: rig.meter.totals()[name] for name in totals} == totals
+        assert expected["generations"] > 2_000

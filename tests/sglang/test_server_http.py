@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from examples.vllm_demo.tiny_model import Models
+from otel_specdec import reports_from_payload
 from otel_specdec.names import RESPONSE_ID, Metric
 from tests.sglang.serving import KNOWN, Serving, check_points, serving, told
+from tests.unit.recorded import check_live_sglang, payload_of, recorded
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -121,6 +123,19 @@ def test_the_same_id_one_after_the_other(served: Serving) -> None:
     before = served.totals()
     answers = [served.generate(KNOWN, rid="again", sampling={"max_new_tokens": 12})[0] for _ in range(3)]
     expect(served, before, answers)
+
+
+@pytest.mark.parametrize("name", [name for name in recorded("sglang") if name != "native, aborted"])
+def test_a_response_says_what_the_engine_counted(served: Serving, name: str) -> None:
+    """The recorded requests once more: what is read of the live answer is what our counters in the engine grew by."""
+    recorded_case = recorded("sglang")[name]
+    before = served.totals()
+    case = {"path": recorded_case["path"], **served.answer(recorded_case["path"], recorded_case["request"])}
+    payload = payload_of(case)
+    reports = reports_from_payload(payload)
+    totals = served.settle(before["generations"] + len(recorded_case["truth"]))
+    grown = {name: totals[name] - before[name] for name in totals}
+    check_live_sglang(name, payload, reports, grown)
 
 
 def test_exemplars_hold_the_id_that_the_client_saw_and_the_trace_of_its_request(served: Serving) -> None:

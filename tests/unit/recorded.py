@@ -1,7 +1,8 @@
 """Answers of real servers beside what the same engine counted in its own process for the same requests.
 
 `DIFFERENT_VLLM` and `DIFFERENT_SGLANG` list every case in which the response says less than its engine knew, or
-something else, with the reason. Used for the recorded answers (tests/unit/payloads) and for live ones (tests/vllm).
+something else, with the reason. Used for the recorded answers (tests/unit/payloads) and for live ones (tests/vllm,
+tests/sglang).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from otel_specdec import GenerationReport, StreamedResponse, reports_from_payload
+from otel_specdec import GenerationReport, StreamedResponse, counts_from_payload, reports_from_payload
 
 FOLDER = Path(__file__).parent / "payloads"
 FIELDS = ("accepted", "proposed", "verify", "completion")
@@ -127,3 +128,19 @@ def check_sglang(name: str, case: Case) -> None:
             accepted_at = [sum(truth["histogram"][i + 1 :]) for i in range(SGLANG_K)]
             assert list(report.accepted_by_position or ()) == accepted_at
             assert list(report.proposed_by_position or ()) == [truth["verify"]] * SGLANG_K
+
+
+def check_live_sglang(name: str, payload: Any, reports: list[GenerationReport], grown: dict[str, int]) -> None:
+    """The reports of a live answer add up to what the engine's counters `grown` by, but for what is listed."""
+    _, others = DIFFERENT_SGLANG.get(name, ("", [{}] * len(reports)))
+    assert len(reports) == len(others) == grown["generations"]
+    for field in ("accepted", "verify", "completion"):
+        values = [getattr(report.counts, field) for report in reports]
+        assert [value is None for value in values] == [other.get(field, 0) is None for other in others], field
+        if None not in values:
+            assert sum(values) == grown[field], field
+    for report in reports:
+        verify = report.counts.verify
+        assert report.counts.proposed == (None if verify is None else SGLANG_K * verify)
+    assert "proposed" not in grown  # NGRAM's tree is filled up with zeros: the engine's source does not know
+    assert counts_from_payload(payload).completion in (grown["completion"], None)
