@@ -37,6 +37,8 @@ def test_two_engines_and_two_api_servers_in_one_pod_share_no_stream(models: Mode
         extra_args=["--data-parallel-size", "2", "--api-server-count", "2"],
         env={"OTEL_RESOURCE_ATTRIBUTES": ",".join(f"{key}={value}" for key, value in pod.items())},
     ) as served:
+        # The server is healthy when one of its API servers is; the other comes when it comes.
+        assert served.receiver.wait(lambda receiver: len(receiver.streams(Metric.TRIMMED.value)) == 2, 120)
         check_two_hundred_of_three_tokens(served)
         check_attributes(served, {0, 1}, front_ends=2)  # each stream once, told apart by `specdec.process` alone
         for point in served.points():
