@@ -72,11 +72,17 @@ images: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Plot a 
 	$(VENVS)/vllm/bin/python -m collector.plot run build/plot
 	$(VENVS)/downstream/bin/python -m collector.plot draw build/plot docs/images
 
+##### Documentation
+
+.PHONY: docs
+docs: $(VENVS)/docs/.ready ## Build the documentation's site in build/site; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(VENVS)/docs/bin/mkdocs build --strict
+
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
-	$(RUN) unit drift pythons vllm versions-in-ci sglang collector ray release
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
+	$(RUN) unit drift pythons docs vllm versions-in-ci sglang collector ray release
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -85,6 +91,10 @@ unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
 .PHONY: test-pythons
 test-pythons: $(UV_STAMP) ## Run the unit tests on every other Python found, on 3.10 with the oldest OpenTelemetry, on 3.12 one in between
 	$(RUN) pythons
+
+.PHONY: test-docs
+test-docs: $(VENVS)/docs/.ready $(DOWNSTREAM) ## Build the site without a network, check its links, run its snippets, check its commands
+	$(RUN) docs
 
 .PHONY: test-vllm
 test-vllm: $(VENVS)/vllm/.ready ## Run the tests with a real vLLM engine on the CPU
@@ -147,12 +157,13 @@ hooks: $(VENVS)/dev/.ready ## Install the git hooks
 ##### Environments
 
 .PHONY: environments
-environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready ## Create the environments (the other targets do it as needed)
+environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready ## Create the environments (the other targets do it as needed)
 
 # An environment holds exactly what one committed file of tests/environments lists; dev.txt unless named here.
 LOCK_vllm := vllm
 LOCK_sglang := sglang
 LOCK_downstream := downstream
+LOCK_docs := docs
 LOCK_ray := ray
 LOCK_python3.10 := oldest
 LOCK_python3.12 := middle
@@ -193,14 +204,16 @@ $(RELEASES:%=lock-%): lock-%: $(UV_STAMP)
 
 .PHONY: lock
 lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *.txt (UPGRADE=--upgrade for the newest versions)
-	$(COMPILE) --extra demo tests/environments/dev.in --universal --python-version 3.10 \
+	$(COMPILE) --extra demo --extra migrate tests/environments/dev.in --universal --python-version 3.10 \
 		--output-file tests/environments/dev.txt
-	$(COMPILE) tests/environments/oldest.in --python-version 3.10 --python-platform linux \
+	$(COMPILE) --extra migrate tests/environments/oldest.in --python-version 3.10 --python-platform linux \
 		--output-file tests/environments/oldest.txt
-	$(COMPILE) tests/environments/middle.in --python-version 3.12 --python-platform linux \
+	$(COMPILE) --extra migrate tests/environments/middle.in --python-version 3.12 --python-platform linux \
 		--output-file tests/environments/middle.txt
-	$(COMPILE) --extra demo tests/environments/downstream.in --python-version 3.11 --python-platform linux \
-		--output-file tests/environments/downstream.txt
+	$(COMPILE) --extra demo --extra migrate tests/environments/downstream.in --python-version 3.11 \
+		--python-platform linux --output-file tests/environments/downstream.txt
+	$(COMPILE) --extra demo --extra migrate tests/environments/docs.in --python-version 3.11 \
+		--python-platform linux --output-file tests/environments/docs.txt
 	$(COMPILE) tests/environments/ray.in --python-version 3.11 --python-platform linux \
 		--output-file tests/environments/ray.txt
 	$(COMPILE) --extra demo tests/environments/vllm.in --python-version 3.11 --python-platform linux \

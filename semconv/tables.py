@@ -13,7 +13,8 @@ from typing import Final
 from semconv.registry import Attribute, Metric, Registry, load
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PAGES: Final = (ROOT / "README.md", ROOT / "docs" / "semantic-conventions.md", ROOT / "docs" / "proposal.md")
+DOCS: Final = ROOT / "docs"
+PAGES: Final = (ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("counters", "semantic-conventions", "proposal")))
 
 _MARKED: Final = re.compile(r"(<!-- semconv: (?P<name>[a-z ]+) -->\n).*?(<!-- end semconv -->)", re.DOTALL)
 

@@ -66,6 +66,11 @@ def pythons() -> Iterator[Part]:
             say(f"unit on {version}: NOT RUN, this machine has no python{version}")
 
 
+def docs() -> Iterator[Part]:
+    """The site and all that stands on its pages, as far as no engine is needed for it."""
+    yield Part("docs", VENVS / "docs", Path("tests/docs"))
+
+
 def vllm() -> Iterator[Part]:
     return modules(Path("tests/vllm"), VENVS / "vllm")
 
@@ -132,6 +137,7 @@ def release() -> Iterator[Part]:
 SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "unit": unit,
     "pythons": pythons,
+    "docs": docs,
     "vllm": vllm,
     "versions": versions,
     "versions-in-ci": versions_in_ci,
