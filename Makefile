@@ -81,8 +81,8 @@ docs: $(VENVS)/docs/.ready ## Build the documentation's site in build/site; a wa
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector, test-release
-	$(RUN) unit pythons docs vllm versions-in-ci sglang collector release
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
+	$(RUN) unit drift pythons docs vllm versions-in-ci sglang collector ray release
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)
@@ -111,6 +111,14 @@ test-sglang: $(VENVS)/sglang/.ready ## Run the tests with a real SGLang on the C
 .PHONY: test-collector
 test-collector: $(VENVS)/downstream/.ready $(VENVS)/vllm/.ready $(DOWNSTREAM) ## Run the tests with a real collector and a real Prometheus
 	$(RUN) collector
+
+.PHONY: test-ray
+test-ray: $(VENVS)/ray/.ready ## Run the tests with a real Ray
+	$(RUN) ray
+
+.PHONY: test-drift
+test-drift: $(VENVS)/dev/.ready ## Run the tests that read the engines' newest releases on the registry: are they still as the hooks know them?
+	$(RUN) drift
 
 .PHONY: test-release
 test-release: $(VENVS)/dev/.ready ## Run the tests of the files to be released: what is in them, and the wheel alone on every Python found
@@ -156,6 +164,7 @@ LOCK_vllm := vllm
 LOCK_sglang := sglang
 LOCK_downstream := downstream
 LOCK_docs := docs
+LOCK_ray := ray
 LOCK_python3.10 := oldest
 LOCK_python3.12 := middle
 
@@ -205,6 +214,8 @@ lock: $(UV_STAMP) $(RELEASES:%=lock-%) ## Resolve tests/environments/*.in into *
 		--python-platform linux --output-file tests/environments/downstream.txt
 	$(COMPILE) --extra demo --extra migrate tests/environments/docs.in --python-version 3.11 \
 		--python-platform linux --output-file tests/environments/docs.txt
+	$(COMPILE) tests/environments/ray.in --python-version 3.11 --python-platform linux \
+		--output-file tests/environments/ray.txt
 	$(COMPILE) --extra demo tests/environments/vllm.in --python-version 3.11 --python-platform linux \
 		--overrides tests/environments/vllm-overrides.in --output-file tests/environments/vllm.txt
 	$(COMPILE) --extra demo tests/environments/sglang.in --python-version 3.11 --python-platform x86_64-manylinux_2_34 \

@@ -106,11 +106,11 @@ def in_order(reports: Sequence[GenerationReport]) -> list[GenerationReport] | No
     A final report of no token is an attempt that was no generation: it counts for nothing beside one that was.
     """
     finals = [report for report in reports if report.finished]
-    finals = [report for report in finals if report.counts.completion != 0] or finals
-    if any(report.counts != finals[0].counts for report in finals):
+    generated = [report for report in finals if report.counts.completion != 0]
+    if any(report.counts != generated[0].counts for report in generated):
         return None
     running = ascending([report for report in reports if not report.finished])
-    return None if running is None else running + finals
+    return None if running is None else running + (generated or finals)
 
 
 def ascending(reports: Sequence[GenerationReport]) -> list[GenerationReport] | None:

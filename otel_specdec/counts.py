@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 LARGEST: Final = 2**63 - 1
 """OTLP carries a count as a signed 64-bit integer."""
 
+LONGEST_LABEL: Final = 512
+"""Characters of a model, provider or method; a longer one is no name, and no label."""
+
+
+def carried(value: object, longest: int = 0) -> str | None:
+    """A text that OTLP can carry, None where it is none, empty, or longer than `longest` characters (0: any length)."""
+    if not isinstance(value, str) or not value or (longest and len(value) > longest):
+        return None
+    # JSON can spell half a surrogate pair, which no UTF-8 has: one such model name would fail every export.
+    return value.encode("utf-8", errors="replace").decode()
+
 
 def _count(owner: str, name: str, value: object) -> int:
     if isinstance(value, bool):
@@ -133,6 +144,9 @@ _SETS: Final = {
     held: frozenset(compress((names.ACCEPT_RATE, names.TOKENS_PER_VERIFY, names.ACCEPTANCE_LENGTH), held))
     for held in product((False, True), repeat=len(names.RATIOS))
 }
+
+RATIO_SETS: Final = tuple(_SETS.values())
+"""The same in an order that never changes within a process, so that a number can stand for each."""
 
 
 @dataclass(frozen=True, slots=True)

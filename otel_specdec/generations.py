@@ -1,16 +1,25 @@
 """What one identity has reported so far, and what a further report adds: the contract's section "Exactly once".
 
 Engine-neutral, free of OpenTelemetry and of locks: whoever holds a generation's state lets one thread at it at a time.
-A report costs some microseconds, a state some hundred bytes and the numbers of its reports.
+A report costs some microseconds. Between reports a state is kept packed: 8 bytes a count instead of an object each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from struct import Struct, pack, unpack_from
 from typing import Final, NamedTuple
 
 from otel_specdec import names
-from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, GenerationReport, SpecCounts, counts_of, ratios_holding
+from otel_specdec.counts import (
+    ALL_RATIOS,
+    COUNT_FIELDS,
+    RATIO_SETS,
+    GenerationReport,
+    SpecCounts,
+    counts_of,
+    ratios_holding,
+)
 
 
 class Addition(NamedTuple):
@@ -35,6 +44,19 @@ Verdict = Addition | str | None
 """An addition; why the report is dropped (`names.DUPLICATE`, `names.CONFLICT`); or None: it adds nothing."""
 
 
+_COUNTS: Final = Struct(f"<{len(COUNT_FIELDS)}Q")
+_NOT_KNOWN: Final = 2**64 - 1
+"""Stands for None among packed counts, which all fit into 63 bits."""
+
+
+def _packed(counts: Iterable[int | None]) -> bytes:
+    return _COUNTS.pack(*[_NOT_KNOWN if count is None else count for count in counts])
+
+
+def _unpacked(data: bytes, offset: int = 0) -> tuple[int | None, ...]:
+    return tuple([None if count == _NOT_KNOWN else count for count in _COUNTS.unpack_from(data, offset)])
+
+
 class Finished(NamedTuple):
     """All that is remembered of a finished generation: its final report's counts, and the last known ones.
 
@@ -43,6 +65,17 @@ class Finished(NamedTuple):
 
     final: SpecCounts
     known: SpecCounts
+
+    def packed(self) -> bytes:
+        """The same in 40 bytes, or 80 where the two differ."""
+        final = _packed(counts_of(self.final))
+        return final if self.known is self.final else final + _packed(counts_of(self.known))
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Finished:
+        """What `packed` was called on."""
+        final = SpecCounts(*_unpacked(data))
+        return cls(final, SpecCounts(*_unpacked(data, _COUNTS.size)) if len(data) > _COUNTS.size else final)
 
     def take(self, report: GenerationReport, *, speculation: bool | None) -> Verdict:
         """Judge a report that comes after the finish: it never adds anything, whether the engine speculates or not."""
@@ -73,17 +106,24 @@ class Running:
         self._accepted_by_position: Sequence[int] = ()
         self._proposed_by_position: Sequence[int] = ()
 
-    @property
-    def begun(self) -> bool:
-        """Whether a report has added anything yet."""
-        return self._added is not _UNKNOWN
+    def packed(self) -> bytes:
+        """The same in 41 bytes, and 16 for each draft position."""
+        known_last = sum(1 << i for i, count in enumerate(self._last) if count is not None)
+        flags = known_last << 3 | RATIO_SETS.index(self._holding)
+        positions = *self._accepted_by_position, *self._proposed_by_position
+        return _packed(self._added) + pack(f"<B{len(positions)}Q", flags, *positions)
 
-    def copy(self) -> Running:
-        """A state of its own that knows the same."""
-        other = Running()
-        for name in Running.__slots__:
-            setattr(other, name, getattr(self, name))
-        return other
+    @classmethod
+    def unpacked(cls, data: bytes) -> Running:
+        """What `packed` was called on. Of the last report it is only known which counts it knew: no more is asked."""
+        state = cls()
+        state._added = _unpacked(data)
+        number = (len(data) - _COUNTS.size - 1) // 8
+        flags, *positions = unpack_from(f"<B{number}Q", data, _COUNTS.size)
+        state._last = tuple([0 if flags >> 3 & 1 << i else None for i in range(len(COUNT_FIELDS))])
+        state._holding = RATIO_SETS[flags & 7]
+        state._accepted_by_position, state._proposed_by_position = positions[: number // 2], positions[number // 2 :]
+        return state
 
     def take(self, report: GenerationReport, *, speculation: bool | None) -> Verdict:
         """Judge a report, and move on to what it says if that adds something.
@@ -134,7 +174,10 @@ class Running:
         accepted, proposed = report.accepted_by_position, report.proposed_by_position
         if accepted is None or proposed is None:
             return None
-        if len(accepted) != len(proposed) or len(accepted) < len(self._accepted_by_position):
+        if len(accepted) != len(proposed):
+            return None
+        accepted, proposed = accepted[: names.MAX_POSITIONS], proposed[: names.MAX_POSITIONS]
+        if len(accepted) < len(self._accepted_by_position):
             return None
         more_accepted = _grown(accepted, self._accepted_by_position)
         more_proposed = _grown(proposed, self._proposed_by_position)

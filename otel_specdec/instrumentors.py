@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
@@ -296,7 +297,8 @@ def _is_installed(module: str, distributions: Iterable[str]) -> bool:
         except PackageNotFoundError:
             continue
         return True
-    return importlib.util.find_spec(module) is not None  # a source tree on the path; this does not import it
+    # A source tree on the path; this imports nothing. What is imported may have no spec, which find_spec refuses.
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
 
 
 def vllm_plugin() -> None:

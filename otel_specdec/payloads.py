@@ -16,7 +16,7 @@ from numbers import Integral
 from typing import Any, Final, NamedTuple
 
 from otel_specdec import names
-from otel_specdec.counts import LARGEST, GenerationReport, SpecCounts
+from otel_specdec.counts import LARGEST, LONGEST_LABEL, GenerationReport, SpecCounts, carried
 
 logger = logging.getLogger("otel_specdec")
 
@@ -85,9 +85,6 @@ COMPLETIONS: Final[tuple[Path, ...]] = (
 """Where the completion tokens may stand; they are those of all choices together."""
 
 _IDS: Final[tuple[Path, ...]] = (("id",), ("meta_info", "id"), ("request_id",))
-
-LONGEST_TEXT: Final = 512
-"""Characters of a model name; a longer one is no name and is left out."""
 
 
 def counts_from_payload(payload: object) -> SpecCounts:
@@ -245,12 +242,12 @@ def _read_message(message: object, session_id: str | None, generation_id: str | 
     problem = "" if any(reading.has_pair for reading in readings) else _unread_names(message, choices or [])
     if not _is_report(message, choices, counts):
         return Read(counts, [], problem)
-    base = generation_id or next(filter(None, (_text(at(message, path), 0) for path in _IDS)), None)
+    base = generation_id or next(filter(None, (carried(at(message, path)) for path in _IDS)), None)
     if base is None:
         why = "it has counters but no id; pass generation_id" if counts != _NOTHING else ""
         return Read(counts, [], problem, why)
     finished = _is_finished(message, choices)
-    model = _text(get(message, "model"), LONGEST_TEXT)
+    model = carried(get(message, "model"), LONGEST_LABEL)
     rank = _count(at(message, ("meta_info", "dp_rank")))
     # Of a response without draft counters only the form tells the engine, and only SGLang's has a form of its own.
     native = "sglang" if get(message, "meta_info") is not None else None
@@ -538,11 +535,3 @@ def _count(value: object) -> int | None:
     else:
         number = int(value)
     return number if 0 <= number <= LARGEST else None
-
-
-def _text(value: object, longest: int) -> str | None:
-    """A text that OTLP can carry, None where it is none, empty, or longer than `longest` characters (0: any length)."""
-    if not isinstance(value, str) or not value or (longest and len(value) > longest):
-        return None
-    # JSON can spell half a surrogate pair, which no UTF-8 has: one such model name would fail every export.
-    return value.encode("utf-8", errors="replace").decode()

@@ -51,6 +51,13 @@ def instrumentation_disabled(entry_point: str, environ: Mapping[str, str] = os.e
     return entry_point in disabled or "*" in disabled
 
 
+_CHECK: Final = "Check OTEL_METRICS_EXPORTER, OTEL_EXPORTER_OTLP_PROTOCOL and what is installed."
+_ONE_PORT: Final = (
+    "It listens on one port, which another process of this engine has: have metrics pushed instead, by "
+    "OTEL_METRICS_EXPORTER=otlp, into a collector or Prometheus' own OTLP receiver."
+)
+
+
 def provider_from_environment(environ: Mapping[str, str] = os.environ) -> MeterProvider | None:
     """A provider of our own, made as the environment says and never set as the global one; None where it cannot be.
 
@@ -77,11 +84,11 @@ def provider_from_environment(environ: Mapping[str, str] = os.environ) -> MeterP
             readers.append(made if isinstance(made, MetricReader) else PeriodicExportingMetricReader(made))
         except Exception as error:
             logger.warning(
-                "otel_specdec: the metrics exporter %r cannot be made (%s: %s): nothing is exported to it. "
-                "Check OTEL_METRICS_EXPORTER, OTEL_EXPORTER_OTLP_PROTOCOL and what is installed.",
+                "otel_specdec: the metrics exporter %r cannot be made (%s: %s): nothing is exported to it. %s",
                 name,
                 type(error).__name__,
                 error,
+                _ONE_PORT if name.lower() == "prometheus" else _CHECK,
             )
     if not readers:
         return None

@@ -18,7 +18,7 @@ from opentelemetry import trace
 from otel_specdec import names
 from otel_specdec.batches import Identity
 from otel_specdec.candidates import Candidate, Candidates, choose
-from otel_specdec.counts import SpecCounts
+from otel_specdec.counts import SpecCounts, carried
 from otel_specdec.engines import Picked, TraceIds
 from otel_specdec.payloads import split_choice
 from otel_specdec.sums import Harvest, Pick, Pool, Series
@@ -69,8 +69,7 @@ class RecordedSums:
 
     def add(self, tally: Tally, told: Iterable[Told] = ()) -> None:
         """Add sums, and note the generations behind them. Never call it inside a collection: it begins new series."""
-        sums = list(tally.sums(self._pool.recorder_process))
-        self._pool.begin(series for series, _ in sums)
+        sums = [(self._pool.begin(series), value) for series, value in tally.sums(self._pool.recorder_process)]
         with self._lock:
             for series, value in sums:
                 self._pending[series] = self._pending.get(series, 0) + value
@@ -83,6 +82,8 @@ class RecordedSums:
         if followed is None:
             if not told.new:
                 return  # it lost its place, or was born before there was one
+            if any(text and carried(text) != text for text in told.identity):
+                return  # no exporter carries such an id as it is
             followed = self._candidates.born(lambda order: _Followed(order, told.identity))
             if followed is None:
                 return

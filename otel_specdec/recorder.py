@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -46,8 +45,8 @@ class SpecDecRecorder:
             ratio set `none`, so that coverage shows them. None (not known): they add nothing. False: nothing is
             emitted.
         remembered: how many finished generations are remembered to find duplicates, and how many running ones at most
-            (each > 0). A report for a generation that has fallen out of this window counts anew. A finished one takes
-            some 540 bytes where its ids have 32 characters, 34 MiB for the default.
+            (each > 0; up to 1/64 more). A report for a generation that has fallen out of this window counts anew. A
+            finished one takes some 200 bytes whatever its ids are like, 13 MiB for the default.
 
     Raises:
         ValueError: `remembered` is not positive.
@@ -62,12 +61,15 @@ class SpecDecRecorder:
     ) -> None:
         if remembered < 1:
             raise ValueError(f"remembered must be at least 1, not {remembered}")
+        from otel_specdec.windows import Window, digest_of  # OpenSSL comes with it, which an engine's process is spared
+
         self._sums = RecordedSums(pool_for(meter_provider), self)
         self._speculation = speculation
         self._remembered = remembered
         self._lock = threading.Lock()
-        self._running: OrderedDict[Identity, Running] = OrderedDict()
-        self._finished: OrderedDict[Identity, Finished] = OrderedDict()
+        self._digest_of = digest_of
+        self._running = Window(remembered)
+        self._finished = Window(remembered)
         self._logged: set[str] = set()
         _recorders.add(self)
 
@@ -81,7 +83,8 @@ class SpecDecRecorder:
         elif not self._is_off([report]):
             tally = Tally()
             with self._lock:
-                told = self._take_up(identity_of(report), [report], 1, tally)
+                identity = identity_of(report)
+                told = self._take_up(identity, self._digest_of(identity), [report], 1, tally)
                 self._sums.add(tally, [told])
 
     def record_payload(
@@ -177,55 +180,55 @@ class SpecDecRecorder:
                 summing.add(told)
                 if told.outcome is None:
                     self._conflict(told.identity, told.number, tally)
-                elif dedupe == "batch" or not self._knows(told.identity):
+                    continue
+                digest = self._digest_of(told.identity) if dedupe == "window" else None
+                if digest is not None and (digest in self._finished or digest in self._running):
+                    came_back.append(told.identity[1])
+                    counted.append(self._take_up(told.identity, digest, told.reports, told.number, tally))
+                else:
                     _add(told.outcome, tally)
                     counted.append(Told(told.identity, True, told.outcome.additions))
-                    if dedupe == "window":
-                        self._remember(told.identity, told.outcome)
-                else:
-                    came_back.append(told.identity[1])
-                    counted.append(self._take_up(told.identity, told.reports, told.number, tally))
+                    if digest is not None:
+                        self._remember(digest, told.outcome)
             self._sums.add(tally, counted)
         self._warn_of_indices(came_back, len(counted))
         return summing.summary(len(batch))
 
     # Under the lock
 
-    def _take_up(self, identity: Identity, reports: Sequence[GenerationReport], number: int, tally: Tally) -> Told:
+    def _take_up(
+        self, identity: Identity, digest: bytes, reports: Sequence[GenerationReport], number: int, tally: Tally
+    ) -> Told:
         """Add what a generation's reports, in this order, add to what is remembered of it: all of them, or none."""
-        finished, running = self._finished.get(identity), self._running.get(identity)
-        # A copy, because it is only then known whether one of the reports is in conflict.
-        state = finished or (running.copy() if running else Running())
+        state: Running | Finished
+        new = False
+        if (finished := self._finished.get(digest)) is not None:
+            state = Finished.unpacked(finished)
+        elif (running := self._running.get(digest)) is not None:
+            state = Running.unpacked(running)
+        else:
+            state, new = Running(), True
         outcome = take_all(state, reports, speculation=self._speculation)
         if outcome is None:
             self._conflict(identity, number, tally)
             return Told(identity, False, ())
         _add(outcome, tally)
-        self._remember(identity, outcome)
-        return Told(identity, finished is None and running is None, outcome.additions)
+        self._remember(digest, outcome)
+        return Told(identity, new, outcome.additions)
 
-    def _knows(self, identity: Identity) -> bool:
-        return identity in self._finished or identity in self._running
-
-    def _remember(self, identity: Identity, outcome: Outcome) -> None:
+    def _remember(self, digest: bytes, outcome: Outcome) -> None:
         if not outcome.additions:
             return
         if isinstance(outcome.state, Finished):
-            self._running.pop(identity, None)
-            self._finished[identity] = outcome.state
-            if len(self._finished) > self._remembered:
-                self._finished.popitem(last=False)
-        else:
-            self._running[identity] = outcome.state
-            self._running.move_to_end(identity)
-            if len(self._running) > self._remembered:
-                self._running.popitem(last=False)
-                self._log_once(
-                    "running",
-                    "otel_specdec: more than %d generations are running at once; the one that was silent longest is "
-                    "forgotten, and counts anew if it reports again. Raise `remembered`.",
-                    self._remembered,
-                )
+            self._running.forget(digest)
+            self._finished.put(digest, outcome.state.packed())
+        elif self._running.put(digest, outcome.state.packed()):
+            self._log_once(
+                "running",
+                "otel_specdec: more than %d generations are running at once; the one that was silent longest is "
+                "forgotten, and counts anew if it reports again. Raise `remembered`.",
+                self._remembered,
+            )
 
     def _conflict(self, identity: Identity, number: int, tally: Tally) -> None:
         tally.dropped[names.CONFLICT] += number

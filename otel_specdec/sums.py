@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -22,6 +23,7 @@ from opentelemetry import metrics
 from opentelemetry.context import Context
 
 from otel_specdec import names
+from otel_specdec.counts import LARGEST
 from otel_specdec.engines import Picked
 from otel_specdec.exemplars import NO_GENERATION, context_of
 from otel_specdec.instruments import Instruments
@@ -84,6 +86,7 @@ class Pool:
         self._beginning = threading.Lock()
         self._pending: dict[Series, int] = {}
         self._born: dict[names.Metric, set[Series]] = {metric: set() for metric in names.Metric}
+        self._totals: dict[Series, int] = {}  # what was moved into the counters
         self._sources: list[Source] = []
         self._provider = weakref.ref(provider)
         self._on_proxies = _is_proxy(provider)  # until the application sets its provider
@@ -106,16 +109,14 @@ class Pool:
         return self._process
 
     def birth(self, all_series: Iterable[Series]) -> None:
-        """Begin these series at 0 now. Never call it inside a collection.
-
-        A series that is born inside a collection has its start equal to its time and loses its first increment in
-        Prometheus, whatever the flags.
-        """
-        self._adopt_provider()
+        """Begin these series at 0 now, ahead of what they will count; not inside a collection."""
         for series in all_series:
-            self._begin(series)
+            self.begin(series)
 
-    begin = birth
+    def begin(self, series: Series) -> Series:
+        """The series itself, or its counter's overflow series where that is full; it has begun at 0 on return."""
+        self._adopt_provider()
+        return self._begin(series)
 
     def add(self, increments: Iterable[tuple[Series, int]]) -> None:
         """Add to the pending sums, all of `increments` before the next drain. Values are ≥ 0; 0 begins a series."""
@@ -153,7 +154,6 @@ class Pool:
             logger.debug("otel_specdec could not count an error", exc_info=True)
 
     def _begin(self, series: Series) -> Series:
-        """The series itself, or its counter's overflow series where that is full; it has begun at 0 on return."""
         born = self._born[series.metric]
         if series in born:
             return series
@@ -172,6 +172,9 @@ class Pool:
             self.error(failed, "beginning a series")
         return series
 
+    def _number_of_series(self) -> int:
+        return sum(map(len, self._born.values()))
+
     def _adopt_provider(self) -> None:
         """Begin anew what began on the API's proxies: only with a provider behind them there is somebody to see it."""
         if self._on_proxies and (provider := _behind(self._provider())) is not None:
@@ -185,6 +188,12 @@ class Pool:
     def _emit(self, series: Series, value: int, context: Context = NO_GENERATION) -> None:
         if self._muted:
             return
+        if value:
+            total = self._totals.get(series, 0) + value
+            if total > LARGEST:
+                # OTLP has no such sum: the exporter would refuse every export from here on.
+                raise OverflowError(f"{series.metric.value} would exceed 2**63 - 1")
+            self._totals[series] = total
         self._counters[series.metric].add(value, dict(series.attributes), context=context)
 
     def _drain(self, _options: CallbackOptions) -> Iterable[Observation]:
@@ -195,6 +204,7 @@ class Pool:
             early = _early_pool
             if early is not None and early is not self and early.shares_counters_with(self):
                 early._drain(_options)  # the SDK has ignored its callback
+            born = self._number_of_series()
             with self._lock:
                 pending, self._pending = self._pending, {}
                 sources = list(self._sources)
@@ -224,6 +234,8 @@ class Pool:
                         self._emit(series, value)
                     except Exception as error:
                         self.error(error, "moving sums into the counters")
+            if self._number_of_series() > born:
+                _await_next_millisecond()
         return ()
 
     def _emit_pick(self, pick: Pick, pending: dict[Series, int]) -> None:
@@ -250,6 +262,7 @@ class Pool:
         self._pending = {}
         self._sources = []
         self._born = {metric: set() for metric in names.Metric}
+        self._totals = {}
         self.recorder_process = self._process = f"recorder-{_random_suffix()}"
         if self._suffix:
             self._suffix = f"-{_random_suffix()}"
@@ -259,6 +272,17 @@ class Pool:
                 "otel_specdec cannot clear the counts that this process inherited by fork from an instrumented one "
                 "(unknown OpenTelemetry SDK): it counts nothing here, lest they are exported twice."
             )
+
+
+def _await_next_millisecond() -> None:
+    """For a series that begins inside a collection (ratios that nobody expected), so that it is older than its point.
+
+    The SDK takes a point's time after the callbacks. With start and time in one millisecond Prometheus takes the start
+    for no start at all, and the first increment is lost there whatever its flags.
+    """
+    millisecond = time.time_ns() // 1_000_000
+    while time.time_ns() // 1_000_000 == millisecond:
+        time.sleep(0.0002)
 
 
 def _random_suffix() -> str:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Final
 
 from otel_specdec import names
-from otel_specdec.counts import COUNT_FIELDS, METRIC_OF_FIELD, GenerationReport
+from otel_specdec.counts import COUNT_FIELDS, LONGEST_LABEL, METRIC_OF_FIELD, GenerationReport, carried
 from otel_specdec.generations import Addition
 from otel_specdec.names import Metric
 from otel_specdec.sums import AttributeValue, Series
@@ -69,20 +69,28 @@ class Tally:
 
     def sums(self, process: str) -> Iterator[tuple[Series, int]]:
         """The sums by series, of counters that are of source `response`; `process` is the value of `names.PROCESS`."""
-        for (attributes, holding), row in self.counts.items():
+        for (told, holding), row in self.counts.items():
+            attributes = _labels(told)
             for field, value in zip(COUNT_FIELDS, row, strict=True):
                 if value is not None:
                     yield _series(METRIC_OF_FIELD[field], attributes, holding, process), value
         for (attributes, covered), number in self.generations.items():
-            yield _series(Metric.GENERATIONS, attributes, covered, process), number
+            yield _series(Metric.GENERATIONS, _labels(attributes), covered, process), number
         for attributes, halves in self.positions.items():
-            point = _point(attributes, process)
+            point = _point(_labels(attributes), process)
             for metric, half in zip((Metric.POSITION_ACCEPTED, Metric.POSITION_PROPOSED), halves, strict=True):
                 for position, value in half.items():
                     yield Series.of(metric, {**point, names.POSITION: position}), value
         for reason, number in self.dropped.items():
             point = {names.REASON: reason, names.SOURCE: names.RESPONSE, names.PROCESS: process}
             yield Series.of(Metric.DROPPED_REPORTS, point), number
+
+
+def _labels(attributes: Attributes) -> Attributes:
+    """What can be a label of these; what cannot is unknown."""
+    *texts, engine_index = attributes
+    provider, model, method = (carried(text, LONGEST_LABEL) for text in texts)
+    return provider, model, method, engine_index
 
 
 def _point(attributes: Attributes, process: str) -> dict[str, AttributeValue | None]:

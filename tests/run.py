@@ -111,6 +111,15 @@ def sglang() -> Iterator[Part]:
     return modules(Path("tests/sglang"), VENVS / "sglang")
 
 
+def drift() -> Iterator[Part]:
+    """Whether the newest releases on the registry are as the hooks know them."""
+    return modules(Path("tests/drift"), VENVS / "dev")
+
+
+def ray() -> Iterator[Part]:
+    return modules(Path("tests/ray"), VENVS / "ray")
+
+
 def modules(folder: Path, venv: Path) -> Iterator[Part]:
     # Of an empty folder the folder itself, so that its pytest fails for want of tests.
     for module in sorted(folder.glob("test_*.py")) or [folder]:
@@ -134,6 +143,8 @@ SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "versions-in-ci": versions_in_ci,
     "sglang": sglang,
     "collector": collector,
+    "drift": drift,
+    "ray": ray,
     "release": release,
 }
 

@@ -649,6 +649,8 @@ class Watch:
         """Read a message's columns; on the event loop's thread, before SGLang itself reads them."""
         rids = message.rids
         number = len(rids)
+        if not number:
+            return
         columns: Columns
         try:
             columns = self._columns(message)

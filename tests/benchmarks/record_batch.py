@@ -6,7 +6,8 @@ The same generations, as reports and as the `SpecInfo` objects of slime and mile
 sample and knows neither duplicates nor coverage. Beside them, what it takes to read the counters from a response in the
 first place. The variants take turns, round after round; the figures are medians of this process's CPU time, the spread
 is the quartiles. Memory is that of `tracemalloc`: the highest point above the reports themselves, and what the recorder
-keeps afterwards. Needs the environment `dev`; it is not a test, and no test looks at a clock.
+keeps afterwards; ids are as vLLM makes them, 41 characters. Needs the environment `dev`; it is not a test, and no test
+looks at a clock.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ def generations(number: int) -> list[SpecCounts]:
     return made
 
 
+def ids(number: int) -> list[str]:
+    draw = random.Random(1)
+    return [f"chatcmpl-{draw.getrandbits(128):032x}" for _ in range(number)]
+
+
 def payload(number: int, counts: SpecCounts) -> dict[str, Any]:
     return {
         "text": "x" * 200,
@@ -102,10 +108,8 @@ def main() -> None:
 
     counts = generations(number)
     reports = [
-        GenerationReport(
-            f"{n:032x}", each, session_id=f"step {n // 512}", sample_id=str(n // 4), model="m", provider="sglang"
-        )
-        for n, each in enumerate(counts)
+        GenerationReport(id_, each, session_id=f"step {n // 512}", sample_id=str(n // 4), model="m", provider="sglang")
+        for n, (id_, each) in enumerate(zip(ids(number), counts, strict=True))
     ]
     twice = reports[: number // 2] * 2
     running = [r for n, each in enumerate(reports[: number // 2]) for r in (halved(n, each), each)]
@@ -134,12 +138,14 @@ def main() -> None:
         )
 
     print("memory (tracemalloc)")
-    for remembered in (1, 65_536, 2 * number):
-        kept, highest = memory(lambda remembered=remembered: recorder(remembered), reports)  # type: ignore[misc]
-        print(
-            f"  remembered={remembered:7}: {highest / 2**20:6.1f} MiB at the highest, {kept / 2**20:6.1f} MiB kept, "
-            f"{kept / min(remembered, number):6.0f} bytes for each of {min(remembered, number)}"
-        )
+    for state in ("finished", "running"):
+        for remembered in (1, 65_536, 2 * number):
+            kept, highest = memory(remembered, reports, finished=state == "finished")
+            entries = min(remembered, number)
+            print(
+                f"  remembered={remembered:7}, all {state}: {highest / 2**20:6.1f} MiB at the highest, "
+                f"{kept / 2**20:6.1f} MiB kept, {kept / entries:6.0f} bytes for each of {entries}"
+            )
 
 
 def halved(number: int, report: GenerationReport) -> GenerationReport:
@@ -147,16 +153,13 @@ def halved(number: int, report: GenerationReport) -> GenerationReport:
     return GenerationReport(report.generation_id, half, session_id=report.session_id, finished=False, model="m")
 
 
-def memory(make: Callable[[], SpecDecRecorder], reports: list[GenerationReport]) -> tuple[int, int]:
+def memory(remembered: int, reports: list[GenerationReport], *, finished: bool) -> tuple[int, int]:
     """Bytes that a recorder keeps after a batch, and the most that the batch took; the reports are gone by then."""
     gc.collect()
     tracemalloc.start()
-    one = make()
+    one = recorder(remembered)
     before, _ = tracemalloc.get_traced_memory()
-    own = [
-        GenerationReport(str(r.generation_id), SpecCounts(*r.counts.as_dict().values()), session_id=r.session_id)
-        for r in map(fresh, reports)
-    ]
+    own = [fresh(report, finished) for report in reports]
     with_reports, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     one.record_batch(own)
@@ -168,11 +171,11 @@ def memory(make: Callable[[], SpecDecRecorder], reports: list[GenerationReport])
     return kept - before, highest - with_reports
 
 
-def fresh(report: GenerationReport) -> GenerationReport:
+def fresh(report: GenerationReport, finished: bool) -> GenerationReport:
     """A report whose id and numbers are its own, as those that come out of JSON."""
     id_ = report.generation_id[:1] + report.generation_id[1:]
     counts = [None if value is None else int(str(value)) for value in report.counts.as_dict().values()]
-    return GenerationReport(id_, SpecCounts(*counts), session_id=report.session_id)
+    return GenerationReport(id_, SpecCounts(*counts), session_id=report.session_id, finished=finished)
 
 
 if __name__ == "__main__":

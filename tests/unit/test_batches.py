@@ -154,6 +154,24 @@ def test_a_generation_that_still_runs_is_in_the_totals_and_not_among_the_generat
     assert meter.totals() == {**summary.totals, "generations": 1}
 
 
+def test_attempts_without_a_token_contradict_nobody_not_even_each_other(
+    meter: Meter, recorder: SpecDecRecorder
+) -> None:
+    summary = recorder.record_batch(
+        [final(completion=0), final(completion=0, emitted=0), final(verify=0, completion=0)]
+    )
+    assert (summary.generations, summary.conflicts, summary.reports) == (0, 0, 3)
+    assert meter.points() == []
+
+
+def test_an_end_without_a_token_contradicts_the_running_reports_that_had_some(
+    meter: Meter, recorder: SpecDecRecorder
+) -> None:
+    summary = recorder.record_batch([final(verify=0, completion=0), running(verify=1, completion=3)])
+    assert (summary.generations, summary.conflicts) == (0, 1)
+    assert meter.dropped() == {"conflict": 2}
+
+
 def test_an_attempt_without_a_token_is_no_generation_beside_the_one_that_was(
     meter: Meter, recorder: SpecDecRecorder
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from otel_specdec import BatchSummary, GenerationReport, SpecCounts, SpecDecRecorder, counts_from_payload
 from otel_specdec.batches import ascending
 from otel_specdec.counts import COUNT_FIELDS
+from otel_specdec.windows import digest_of
 from tests.unit.collected import Meter
 
 Identity = tuple["str | None", str]
@@ -139,7 +140,7 @@ def test_a_conflict_with_an_earlier_call_leaves_the_earlier_values(
     recorder = SpecDecRecorder(meter.provider)
     recorder.record_batch(earlier)
     before = {point.series: point.value for point in meter.points()}
-    counted = {identity for identity in map(identity_of, earlier) if identity in recorder._finished}
+    counted = {identity for identity in map(identity_of, earlier) if digest_of(identity) in recorder._finished}
     recorder.record_batch([report for report in later if identity_of(report) in counted])
     after = {point.series: point.value for point in meter.points()}
     names = {name for name, _ in after} - {"specdec.dropped_reports"}

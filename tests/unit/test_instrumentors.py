@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -397,6 +399,30 @@ def test_instrument_without_vllm_is_refused_by_its_dependencies(
     assert not instrumentor.is_instrumented_by_opentelemetry
     (line,) = caplog.records
     assert "vllm" in line.getMessage()
+
+
+@pytest.mark.parametrize("spec", [None, "no attribute"])
+def test_a_vllm_without_a_spec_is_there_all_the_same(
+    instrumentor: VLLMSpecDecInstrumentor, monkeypatch: pytest.MonkeyPatch, spec: str | None
+) -> None:
+    """As in a notebook or a test that puts modules of its own into `sys.modules`."""
+    module = ModuleType("vllm")
+    if spec:
+        del module.__spec__
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    assert instrumentor.instrumentation_dependencies() == ()
+
+
+def test_a_vllm_that_may_not_be_imported_is_not_there(
+    instrumentor: VLLMSpecDecInstrumentor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say so
+    monkeypatch.setattr(instrumentors, "distribution", not_installed)
+    assert instrumentor.instrumentation_dependencies() == ("vllm",)
+
+
+def not_installed(name: str) -> None:
+    raise PackageNotFoundError(name)
 
 
 def test_one_flusher_serves_all_engines_of_a_provider() -> None:

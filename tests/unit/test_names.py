@@ -145,3 +145,90 @@ def strings(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in ignored:
             yield node.value
+
+
+# The labels are a closed set: whatever is put in, nothing else can come out
+
+LABELS = {
+    "gen_ai.provider.name",
+    "gen_ai.request.model",
+    "specdec.method",
+    "specdec.source",
+    "specdec.engine.index",
+    "specdec.process",
+    "specdec.ratio_set",
+    "specdec.position",
+    "specdec.reason",
+    "error.type",
+    "otel.metric.overflow",
+}
+EXEMPLAR_LABELS = {"gen_ai.response.id", "specdec.choice", "gen_ai.conversation.id", "specdec.pick"}
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def named(of: str) -> Iterator[tuple[str, ast.Call]]:
+    """Every call of this function or method in the package, and its module."""
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-len(of.split(".")) :] == of.split("."):
+                yield module, node
+
+
+def keys_of(tree: ast.AST, node: ast.AST, at: ast.AST) -> set[str]:
+    """The keys that a mapping, or a tuple of pairs, is spelled with; what cannot be told stays as it is spelled.
+
+    A variable is looked up in the function around `at`, an attribute and a function in the whole module.
+    """
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return set().union(*(keys_of(tree, value, at) if key is None else {spelled(key)} for key, value in pairs))
+    if isinstance(node, ast.Tuple) and node.elts and all(isinstance(each, ast.Tuple) for each in node.elts):
+        return {spelled(pair.elts[0]) for pair in node.elts if isinstance(pair, ast.Tuple)}
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    around = [each for each in functions if at in ast.walk(each)] if isinstance(node, ast.Name) else [tree]
+    found: list[ast.AST] = []
+    for each in (each for scope in around for each in ast.walk(scope)):
+        if isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None:
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            found += [each.value for target in targets if ast.unparse(target) == ast.unparse(node)]
+    if isinstance(node, ast.Call):
+        bodies = [each for each in functions if each.name == ast.unparse(node.func)]
+        found += [r.value for body in bodies for r in ast.walk(body) if isinstance(r, ast.Return) and r.value]
+    return set().union(*(keys_of(tree, each, each) for each in found)) if found else {ast.unparse(node)}
+
+
+def spelled(key: ast.expr) -> str:
+    """The value of a constant of `names`; anything else as it is spelled."""
+    if isinstance(key, ast.Attribute) and ast.unparse(key.value) == "names":
+        return str(getattr(names, key.attr))
+    return ast.unparse(key)
+
+
+def test_every_series_is_made_of_documented_labels_and_nothing_else() -> None:
+    calls = list(named("Series.of"))
+    assert {module for module, _ in calls} == {"instrumentors.py", "sums.py", "tally.py"}
+    overflow = [keys_of(TREES[module], call.args[1], call) for module, call in named("Series")]
+    assert overflow == [{"otel.metric.overflow"}]
+    assert set().union(*(keys_of(TREES[module], call.args[1], call) for module, call in calls), *overflow) == LABELS
+
+
+def test_only_the_pool_adds_to_the_counters_and_only_one_module_makes_instruments() -> None:
+    makers = {module for kind in ("counter", "up_down_counter", "histogram", "gauge", "observable_gauge",
+                                  "observable_counter", "observable_up_down_counter")
+              for module, _ in named(f"create_{kind}")}  # fmt: skip
+    assert makers == {"instruments.py"}
+    assert {module for module, _ in named("Instruments")} == {"sums.py"}
+    adds = [ast.unparse(call) for module, call in named("add") if "_counters" in ast.unparse(call.func)]
+    assert adds == ["self._counters[series.metric].add(value, dict(series.attributes), context=context)"]
+    for signal in ("start_span", "start_as_current_span", "add_event", "set_attribute", "get_logger", "get_tracer"):
+        assert [module for module, _ in named(signal)] == []
+
+
+def test_an_exemplar_says_ids_and_why_it_was_picked_and_nothing_else() -> None:
+    (function,) = (
+        node
+        for node in ast.walk(TREES["exemplars.py"])
+        if isinstance(node, ast.FunctionDef) and node.name == "labels_of"
+    )
+    displays = [node for node in ast.walk(function) if isinstance(node, ast.Dict) and node.keys]
+    assert set().union(*(keys_of(function, display, display) for display in displays)) == EXEMPLAR_LABELS

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 import threading
@@ -17,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from otel_specdec import GenerationReport, SpecCounts, SpecDecRecorder
 from otel_specdec.instrumentors import EngineCounters, EngineSource
-from otel_specdec.names import Metric
+from otel_specdec.names import RATIOS, Metric
 from otel_specdec.sums import Harvest, Pool, Series, pool_for
 from tests.unit.at_once import Yielding, in_threads
 from tests.unit.collected import (
@@ -299,6 +300,18 @@ def test_no_expected_series_is_born_inside_a_collection(delta: bool) -> None:
     assert len(found) == (6 + 4) + (6 + 2) + 1
     for point in found:
         assert point.start < before < point.time
+
+
+def test_a_series_that_nobody_expected_is_a_millisecond_older_than_its_first_point(meter: Meter) -> None:
+    """Else Prometheus takes its start for none, and its first increment is lost there."""
+    tally = engine_of(meter.provider)
+    seen = {point.series for point in meter.points()}
+    for holding in map(frozenset, itertools.combinations(RATIOS, 2)):
+        tally.put(1, 2, 1, 3, 2, generations=1, ratios=holding)
+        new = [point for point in meter.points() if point.series not in seen]
+        assert new
+        assert all(point.start // 1_000_000 < point.time // 1_000_000 for point in new)
+        seen.update(point.series for point in new)
 
 
 def test_a_zero_is_added_to_a_series_that_nobody_has_seen(meter: Meter) -> None:

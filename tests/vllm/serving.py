@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
@@ -30,11 +31,12 @@ VLLM = {
 
 @dataclass
 class Serving:
-    """A server, its receiver, and every id that a client has seen."""
+    """A server, its receiver, and every id and text that a client has sent or seen."""
 
     server: VllmServer
     receiver: OtlpReceiver
     seen: set[str] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
 
     def ask(self, asks: Sequence[Ask], at_once: int = 8) -> list[Answer]:
         """Send requests; every one of them must be answered."""
@@ -42,6 +44,8 @@ class Serving:
         assert [answer.error for answer in answers if answer.error] == []
         self.seen |= {answer.response_id for answer in answers}
         self.seen |= {value for ask in asks for value in ask.headers.values()}
+        self.texts |= set(strings([ask.body for ask in asks]))
+        self.texts |= {sequence.text for answer in answers for sequence in answer.sequences}
         return answers
 
     def totals(self, **filters: str | int) -> dict[str, int]:
@@ -160,6 +164,17 @@ def check_two_hundred_of_three_tokens(serving: Serving, generations_before: int 
     }
 
 
+def strings(value: Any) -> Iterator[str]:
+    """Every string in a request's body."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from strings(list(value.values()))
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from strings(each)
+
+
 def check_what_clients_got(serving: Serving) -> None:
     """Completion less trimmed is what clients got, to the token, with stop strings and without, streamed or not."""
     before, trimmed_before = serving.totals(), serving.trimmed()
@@ -178,8 +193,12 @@ def check_what_clients_got(serving: Serving) -> None:
 
 def check_no_id_left(serving: Serving) -> None:
     """No id that a client has seen is anywhere in an exported byte, but for the exemplars, which are there to name
-    it."""
+    it; and nothing of what clients sent and got in words, exemplars included."""
     assert serving.seen
+    texts = {text.encode() for text in serving.texts if len(text) >= 8}  # a shorter one may be a part of some name
+    assert texts
+    for request in serving.receiver.requests:
+        assert not [text for text in texts if text in request.SerializeToString()]
     for request in serving.receiver.requests:
         bare = ExportMetricsServiceRequest.FromString(request.SerializeToString())
         for resource in bare.resource_metrics:
@@ -200,9 +219,8 @@ def check_attributes(serving: Serving, engines: set[int], front_ends: int = 1) -
     assert serving.receiver.wait(lambda receiver: len(receiver.streams(Metric.TRIMMED.value)) >= front_ends, 120)
     every = serving.points()
     trimmed = [point for point in every if point.metric == Metric.TRIMMED.value]
-    assert sorted(str(point.attributes["specdec.process"]) for point in trimmed) == [
-        f"api-{number}" for number in range(front_ends)
-    ]
+    counting = sorted(str(point.attributes["specdec.process"]) for point in trimmed)
+    assert counting == [f"api-{number}" for number in range(front_ends)], counting
     points = [point for point in every if point not in trimmed]
     assert {point.attributes["specdec.engine.index"] for point in points} == engines
     assert {point.attributes["specdec.process"] for point in points} == {f"engine-{index}" for index in engines}
