@@ -112,7 +112,9 @@ def importable(folder: Path) -> Iterator[Callable[[], ModuleType]]:
 
 def forget() -> None:
     # wrapt 1.14 takes a module that was imported once for imported ever since.
-    getattr(wrapt.importer, "_post_import_hooks", {}).pop(MODULE, None)
+    hooks = getattr(wrapt.importer, "_post_import_hooks", {})
+    for name in [name for name in hooks if name.split(".")[0] == "vllm"]:
+        del hooks[name]
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
 
