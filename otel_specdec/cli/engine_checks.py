@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from otel_specdec.cli.findings import Finding, Topic
-from otel_specdec.cli.setup import SGLANG, Engine, Setup, version_of
+from otel_specdec.cli.setup import SGLANG, VLLM, Engine, Setup, version_of
 from otel_specdec.version import __version__
 
 PACKAGE: Final = Topic("Package")
@@ -44,6 +44,12 @@ def engines(setup: Setup) -> Iterator[Finding]:
         yield from _engine(setup, engine)
     if SGLANG in setup.engines:
         yield from _unseen_modes(setup)
+    if VLLM in setup.engines and setup.environ.get("VLLM_USE_RUST_FRONTEND", "0").strip() not in ("", "0"):
+        yield ENGINES.warning(
+            "vllm.rust_front_end",
+            "VLLM_USE_RUST_FRONTEND is on: everything is counted but for trimmed tokens, which it alone knows.",
+            "Unset it where completion less trimmed has to be what clients got.",
+        )
 
 
 def _engine(setup: Setup, engine: Engine) -> Iterator[Finding]:

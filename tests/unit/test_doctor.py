@@ -225,6 +225,17 @@ def test_opt_outs_and_modes_of_the_environment_are_problems(
     assert found.do
 
 
+@pytest.mark.parametrize(("value", "warned"), [("1", True), ("0", False), (None, False)])
+def test_vllm_s_rust_front_end_trims_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, warned: bool
+) -> None:
+    install(tmp_path, "vllm")
+    monkeypatch.syspath_prepend(tmp_path)
+    environ = {"OTEL_METRICS_EXPORTER": "none"} | ({} if value is None else {"VLLM_USE_RUST_FRONTEND": value})
+    found = [each for each in findings(environ=environ) if each.check == "vllm.rust_front_end"]
+    assert [each.state for each in found] == ([WARNING] if warned else [])
+
+
 @pytest.mark.parametrize(
     ("option", "name", "state"),
     [
