@@ -311,7 +311,9 @@ def _forget_streams(counter: Any) -> bool:
         return False
     if consumer is not None and hasattr(consumer, "_lock"):  # another thread of the parent may have been collecting
         consumer._lock = threading.Lock()
-    for storage in storages.values():
+    for reader, storage in storages.items():
+        if hasattr(reader, "_export_lock"):  # or exporting, and nobody here would ever give the lock back
+            reader._export_lock = threading.Lock()
         streams = getattr(storage, "_instrument_view_instrument_matches", None)
         if not isinstance(streams, dict):
             return False
