@@ -6,20 +6,21 @@ whoever reads counters from responses hands them to a `SpecDecRecorder`. Ratios 
 counters; `pool` does so for an in-memory collection. The README has every metric, attribute and environment variable.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from otel_specdec.batches import BatchSummary
-from otel_specdec.counts import GenerationReport, SpecCounts
-from otel_specdec.instrumentors import SGLangSpecDecInstrumentor, VLLMSpecDecInstrumentor
-from otel_specdec.payloads import counts_from_payload, reports_from_payload
-from otel_specdec.pooling import Pooled, pool
-from otel_specdec.recorder import SpecDecRecorder
-from otel_specdec.sessions import CommitRefusedError, RolloutSession
-from otel_specdec.streams import StreamedResponse
 from otel_specdec.version import __version__
 
 if TYPE_CHECKING:
+    from otel_specdec.batches import BatchSummary
+    from otel_specdec.counts import GenerationReport, SpecCounts
+    from otel_specdec.instrumentors import SGLangSpecDecInstrumentor, VLLMSpecDecInstrumentor
+    from otel_specdec.payloads import counts_from_payload, reports_from_payload
+    from otel_specdec.pooling import Pooled, pool
+    from otel_specdec.recorder import SpecDecRecorder
     from otel_specdec.sdk_exemplars import GenerationExemplarFilter, GenerationExemplarReservoir, views
+    from otel_specdec.sessions import CommitRefusedError, RolloutSession
+    from otel_specdec.streams import StreamedResponse
 
 __all__ = [
     "BatchSummary",
@@ -41,12 +42,36 @@ __all__ = [
     "views",
 ]
 
+# Imported at first use: every process under `opentelemetry-instrument` imports this package and needs the instrumentors
+# alone, and the exemplars' SDK side needs an SDK, which the package does not.
+_MODULES = {
+    "BatchSummary": "batches",
+    "CommitRefusedError": "sessions",
+    "GenerationExemplarFilter": "sdk_exemplars",
+    "GenerationExemplarReservoir": "sdk_exemplars",
+    "GenerationReport": "counts",
+    "Pooled": "pooling",
+    "RolloutSession": "sessions",
+    "SGLangSpecDecInstrumentor": "instrumentors",
+    "SpecCounts": "counts",
+    "SpecDecRecorder": "recorder",
+    "StreamedResponse": "streams",
+    "VLLMSpecDecInstrumentor": "instrumentors",
+    "counts_from_payload": "payloads",
+    "pool": "pooling",
+    "reports_from_payload": "payloads",
+    "views": "sdk_exemplars",
+}
+
 
 def __getattr__(name: str) -> object:
-    """The exemplars' SDK side, imported at first use: the package itself needs no SDK."""
-    if name in ("GenerationExemplarFilter", "GenerationExemplarReservoir", "views"):
-        from otel_specdec import sdk_exemplars
-
-        value: object = getattr(sdk_exemplars, name)
+    """A public name, from its module."""
+    if name in _MODULES:
+        value: object = getattr(import_module(f"otel_specdec.{_MODULES[name]}"), name)
+        globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

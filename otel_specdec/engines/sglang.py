@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import multiprocessing
 import os
 import random
 import sys
@@ -779,6 +778,8 @@ def _setting(manager: Any, name: str) -> Any:
 
 def _worker(manager: Any) -> int:
     """Which tokenizer this process is: 0 for the only one, else its number among the server's children."""
+    import multiprocessing  # here: it is some ms, and only engines need it
+
     if type(manager).__name__ != "TokenizerWorker" and multiprocessing.parent_process() is None:
         return 0
     identity = multiprocessing.current_process()._identity  # no public name; the name holds it too

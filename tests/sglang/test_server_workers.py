@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from examples.vllm_demo.tiny_model import Models
+from otel_specdec.names import Metric
 from tests.sglang.serving import KNOWN, check_points, serving, told
 
 
@@ -13,6 +14,8 @@ def test_two_tokenizer_workers_count_the_same_totals(models: Models, tmp_path: P
     # A worker imports for longer than the 5 s that uvicorn would give it on a busy machine.
     env = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
     with serving(models, tmp_path, env=env, tokenizer_worker_num=2) as served:
+        # The server is healthy when one of its workers is; the other comes when it comes.
+        assert served.receiver.wait(lambda receiver: len(receiver.streams(Metric.COMPLETION.value)) == 2, 200)
         with ThreadPoolExecutor(4) as clients:
             asked = [
                 clients.submit(served.generate, KNOWN if n % 2 else "the cat", sampling={"max_new_tokens": 5 + n})

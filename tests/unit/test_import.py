@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ import json, sys
 import opentelemetry.instrumentation.instrumentor
 before = set(sys.modules)
 import otel_specdec
+[getattr(otel_specdec, name) for name, module in otel_specdec._MODULES.items() if module != "sdk_exemplars"]
 tops = {name.split(".")[0] for name in set(sys.modules) - before}
 sdk = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
 print(json.dumps([sorted(tops - set(sys.stdlib_module_names)), sdk]))
@@ -41,11 +43,32 @@ print(json.dumps([sorted(tops - set(sys.stdlib_module_names)), sdk]))
     assert brought[1] == []
 
 
+def test_auto_instrumentation_loads_nothing_of_the_recorders() -> None:
+    loaded = run("""
+import json, sys
+import otel_specdec.instrumentors
+print(json.dumps([name for name in sys.modules if name.startswith(("otel_specdec.", "multiprocessing"))]))
+""").value
+    assert not {"otel_specdec.payloads", "otel_specdec.recorder", "otel_specdec.batches", "multiprocessing"} & set(
+        loaded
+    )
+
+
+def test_every_public_name_is_its_modules_own() -> None:
+    import otel_specdec
+
+    assert set(otel_specdec.__all__) == {*otel_specdec._MODULES, "__version__"}
+    for name, module in otel_specdec._MODULES.items():
+        assert getattr(otel_specdec, name) is getattr(importlib.import_module(f"otel_specdec.{module}"), name)
+        assert name in dir(otel_specdec)
+
+
 def test_importing_sets_no_variable_and_starts_no_thread() -> None:
     assert run("""
 import json, os, threading
 before = dict(os.environ)
 import otel_specdec
+[getattr(otel_specdec, name) for name in otel_specdec.__all__]
 print(json.dumps(dict(os.environ) == before and threading.active_count() == 1))
 """).value
 
