@@ -113,6 +113,7 @@ def test_prometheus_calls_our_counters_what_the_rules_ask_for(tmp_path: Path) ->
     with Prometheus(tmp_path) as prometheus:
         replica = Replica("a", environment="prod", service_version="1.2", positions=1)
         replica.add(accepted=1, proposed=1, verify=1, emitted=1, completion=1, generations=1)
+        replica._counters[Metric.TRIMMED].add(1, {names.SOURCE: names.ENGINE, names.PROCESS: "api-0"})
         replica._counters[Metric.DROPPED_REPORTS].add(1, {names.SOURCE: names.RESPONSE, names.REASON: names.CONFLICT})
         replica._counters[Metric.ERRORS].add(1, {names.SOURCE: names.ENGINE, names.ERROR_TYPE: "KeyError"})
         replica.export(prometheus.otlp)
