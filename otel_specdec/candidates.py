@@ -1,4 +1,4 @@
-"""Which generations exemplars will name: a bounded, uniform sample of those that finish.
+"""Which generations exemplars will name: a bounded, uniform sample of those that finish, but for one place (`choose`).
 
 Engine-neutral, no OpenTelemetry.
 

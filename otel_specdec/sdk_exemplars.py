@@ -39,7 +39,7 @@ _Item = tuple[float, int, "int | float", ExemplarLabels]  # what it is kept by, 
 class GenerationExemplarReservoir(ExemplarReservoir):
     """Keeps at most 4 generations between two collections: those with the lowest random numbers, so uniformly.
 
-    But for one, the generation with the lowest accept rate, where one is marked so.
+    One of the places goes to the generation with the lowest accept rate, where one is marked as that.
 
     It takes nothing that is not one generation's, so no measurement made inside somebody's span leaves a trace id,
     and it holds nothing after a collection: no stale trace id either (the SDK's fixed-size one keeps them, seen on

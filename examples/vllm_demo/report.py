@@ -311,8 +311,9 @@ def render(run: Run, console: Console) -> bool:
     console.print(_exemplars_table(run))
     _note(
         console,
-        "From a point on a graph to the generation behind it: at most 4 for each collection, an unbiased sample. Id "
-        "and trace are the client's own; each value is that generation's share in the counter.",
+        "From a point on a graph to the generation behind it: at most 4 for each collection, the one with the "
+        "lowest accept rate and an unbiased sample of the others. Id and trace are the client's own; each value is "
+        "that generation's share in the counter.",
     )
     console.print(_reconciliation_table(run))
     trimmed = run.stopped.counters.trimmed

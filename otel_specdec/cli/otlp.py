@@ -10,7 +10,8 @@ import gzip
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Literal
@@ -180,6 +181,28 @@ def _value(value: AnyValue) -> AttributeValue:
 def _key(attributes: Mapping[str, AttributeValue]) -> tuple[tuple[str, str], ...]:
     """Attributes as something that hashes; `repr` keeps 1, True and "1" apart."""
     return tuple(sorted((name, repr(value)) for name, value in attributes.items()))
+
+
+@contextmanager
+def listening(port: int, receive: Callable[[str, bytes], None]) -> Iterator[tuple[str, str]]:
+    """Receive on a thread of its own, on this port of loopback (0: any).
+
+    Yields its URL, and the variables with which a server exports to it.
+
+    Raises:
+        OSError: the port cannot be had, in words.
+    """
+    try:
+        server = HttpServer(port, receive)
+    except OSError as error:
+        raise OSError(f"port {port} cannot be listened on ({error.strerror}): choose another one with --port") from None
+    threading.Thread(target=server.serve_forever, args=(0.05,), name="otlp", daemon=True).start()
+    url = f"http://{LOOPBACK}:{server.server_address[1]}"
+    variables = "OTEL_METRICS_EXPORTER=otlp OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
+    try:
+        yield url, f"{variables} OTEL_EXPORTER_OTLP_ENDPOINT={url}"
+    finally:
+        server.close()
 
 
 class HttpServer(ThreadingHTTPServer):

@@ -152,7 +152,7 @@ Look = Callable[[], Seen]
 def _own_port(port: int, model: str) -> Iterator[tuple[Look, str]]:
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
-    from otel_specdec.cli.otlp import METRICS_PATH, HttpServer, observations
+    from otel_specdec.cli.otlp import METRICS_PATH, listening, observations
 
     seen, lock = Seen(model), threading.Lock()
 
@@ -166,21 +166,10 @@ def _own_port(port: int, model: str) -> Iterator[tuple[Look, str]]:
         with lock:
             return Seen(model, dict(seen.values), set(seen.named), deltas=seen.deltas)
 
-    try:
-        server = HttpServer(port, receive)
-    except OSError as error:
-        raise ProofError(f"port {port} cannot be listened on ({error.strerror}): choose another with --port") from None
-    threading.Thread(target=server.serve_forever, args=(0.05,), name="otlp", daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    how = (
-        "The server must export to it: OTEL_METRICS_EXPORTER=otlp OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf "
-        f"OTEL_EXPORTER_OTLP_ENDPOINT={url}"
-    )
-    try:
+    with listening(port, receive) as (url, variables):
+        how = f"The server must export to it: {variables}"
         print(f"Listening for OTLP/HTTP on {url}. {how}", file=sys.stderr, flush=True)
         yield look, how
-    finally:
-        server.close()
 
 
 @contextmanager
@@ -202,7 +191,7 @@ def run(options: argparse.Namespace) -> int:
     """Send, read, compare, print; returns the exit status."""
     try:
         findings = prove(options)
-    except (ProofError, ApiError) as error:
+    except (ProofError, ApiError, OSError) as error:
         if options.json:
             show([PROOF.problem("proof", str(error), "See `otel-specdec doctor --help`.")], as_json=True)
         else:

@@ -9,7 +9,6 @@ import argparse
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,26 +85,15 @@ Feed = tuple[str, Callable[[], str]]
 def _by_otlp(port: int, windows: Windows) -> Iterator[Feed]:
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
-    from otel_specdec.cli.otlp import METRICS_PATH, HttpServer, observations
+    from otel_specdec.cli.otlp import METRICS_PATH, listening, observations
 
     def receive(path: str, body: bytes) -> None:
         if path == METRICS_PATH:
             windows.observe(*observations(ExportMetricsServiceRequest.FromString(body)))
 
-    try:
-        server = HttpServer(port, receive)
-    except OSError as error:
-        raise OSError(f"port {port} cannot be listened on ({error.strerror}): choose another one with --port") from None
-    threading.Thread(target=server.serve_forever, args=(0.05,), name="otlp", daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    wanted = (
-        "Start the server with OTEL_METRICS_EXPORTER=otlp OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf "
-        f"OTEL_EXPORTER_OTLP_ENDPOINT={url}"
-    )
-    try:
+    with listening(port, receive) as (url, variables):
+        wanted = f"Start the server with {variables}"
         yield f"OTLP/HTTP on {url}", lambda: "" if windows.last_arrival else wanted
-    finally:
-        server.close()
 
 
 @contextmanager

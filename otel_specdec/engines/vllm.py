@@ -6,7 +6,8 @@ over the step's requests; no lock, no allocation per generation that outlives th
 
 Hooks, all on the base class `vllm.v1.core.sched.scheduler.Scheduler` (`AsyncScheduler` inherits them): `__init__` (the
 engine is known), `update_from_output` (the counts), `finish_requests` (aborts). vllm is never imported from here: the
-hooks wait for its module to be imported by somebody else, which costs seconds and is not ours to cause.
+hooks wait for its module to be imported by somebody else, which costs seconds and is not ours to cause. The front end
+has hooks of its own (`vllm_front_end`), the exemplars' candidates are in `vllm_candidates`.
 """
 
 from __future__ import annotations
@@ -159,7 +160,9 @@ class StepTally:
     ) -> None:
         """A step in which every token went out but what was trimmed off requests that finished: all rows at once."""
         following = self._following
-        new_rows = () if following.knows(newborn) else [rows[request.request_id] for request in newborn]
+        new_rows: Sequence[int] = ()
+        if newborn and not following.knows(newborn):
+            new_rows = [rows[request.request_id] for request in newborn]
         alike = self._sums.add_step(drafts, generated, tokens, rows, new_rows)
         if not alike:
             for request in newborn:

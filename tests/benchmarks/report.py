@@ -83,10 +83,10 @@ def main() -> None:
         print(printed, flush=True)
         block = f"```text\n$ {benchmark.command}    # {machine()}\n{printed}\n```"
         page = PAGE.read_text()
-        marks = re.compile(rf"(<!-- {benchmark.name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        marks = re.compile(rf"(<!-- {benchmark.name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marks.search(page):
             raise SystemExit(f"{PAGE.name} has no place for {benchmark.name}")
-        PAGE.write_text(marks.sub(lambda found, block=block: found[1] + block + found[2], page))  # type: ignore[misc]
+        PAGE.write_text(marks.sub(lambda found, block=block: found[1] + block + "\n" + found[2], page))  # type: ignore[misc]
 
 
 if __name__ == "__main__":
