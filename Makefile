@@ -13,6 +13,8 @@ RUN := $(PYTHON) tests/run.py
 
 # A Python that isn't here is said to be missing, never downloaded.
 export UV_PYTHON_DOWNLOADS := never
+# Trust whom the system trusts, as pip, git and Go do: behind a proxy of one's own, uv's list is not enough.
+export UV_SYSTEM_CERTS ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
