@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -16,6 +15,12 @@ from typing import Any, Final
 from otel_specdec.candidates import Candidate, Candidates
 
 _nothing: Final = itertools.repeat(())
+Birth = tuple[float, Any]
+"""A request that had no token yet, and the random number that it drew."""
+
+AlikeStep = tuple[int, bytes, Sequence[int]]
+"""The drafts (≥ 1) that every candidate had, the tokens (≥ 1) of each row, and the row of each slot."""
+
 _no_row: Final = itertools.repeat(-1)  # the entry that stands behind the last row
 
 
@@ -59,23 +64,33 @@ class Following:
         self._ids: list[str] = []  # by slot
         self._free: list[int] = []  # a heap: low slots first, so that there are few
         self._find: Callable[[Mapping[str, int]], tuple[int, ...]] | None = None  # the slots' rows; None: to be made
-        self._alike: list[tuple[Sequence[int], Sequence[int]]] = []  # the row of each slot, tokens of each row
-        self._alike_steps = 0  # such steps with drafts, ever, and the drafts that each request had in them
+        self._row_ids: Sequence[str] | None = None  # whose the rows were when the slots were looked up, and
+        self._of_slots: Sequence[int] = ()  # where they stood
+        self._alike: list[AlikeStep] = []
+        self._alike_steps = 0  # such steps, ever, and the drafts that each request had in them
         self._alike_drafts = 0
-        self._mixed: list[tuple[list[int], list[int]]] = []  # valid drafts and generated tokens of each slot
+        self._mixed: list[tuple[list[int], Sequence[int], bytes]] = []  # valid drafts of each slot; the same two
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
 
-    def knows(self, requests: Sequence[Any]) -> bool:
-        """Whether one of these is followed."""
-        return any([request.request_id in self._by_id for request in requests])  # noqa: C419  # quicker as a list
+    @property
+    def bar(self) -> float:
+        """A birth may become a candidate if its random number is below this; see `Candidates.bar`."""
+        return self._candidates.bar
 
-    def born(self, request: Any, tokens: int = 0) -> None:
-        """A generation had its first step; in a step that is noted already it got so many tokens."""
-        order = random.random()
-        if order >= self._candidates.bar or not request.request_id or request.request_id in self._by_id:
-            return  # bad luck; nothing to name it by; or preempted before its first token, and back
+    def follows(self, request_ids: Iterable[str]) -> bool:
+        """Whether one of these is a candidate."""
+        return not self._by_id.keys().isdisjoint(request_ids)
+
+    def born(self, births: Iterable[Birth], tokens: Iterable[int]) -> None:
+        """Generations had their first step; in a step that is noted already each got so many tokens."""
+        for (order, request), number in zip(births, tokens, strict=False):
+            # Without an id there is nothing to name it by; or it was preempted before its first token, and is back.
+            if request.request_id and request.request_id not in self._by_id:
+                self._enter(order, request, number)
+
+    def _enter(self, order: float, request: Any, tokens: int) -> None:
         followed = self._candidates.born(lambda order: Followed(order, request), order)
         if followed is None:
             return
@@ -89,34 +104,53 @@ class Following:
             self._ids.append(followed.request_id)
         else:
             self._ids[slot] = followed.request_id
-        self._find = None
+        self._find, self._of_slots = None, ()
         followed.slot = slot
         followed.begin(self._alike_steps, self._alike_drafts, len(self._alike), len(self._mixed))
         followed.completion = tokens
         self._by_id[followed.request_id] = followed
 
-    def step(self, drafts: Mapping[str, Any], generated: Sequence[int], rows: Mapping[str, int], alike: int) -> None:
+    def rows_of_slots(self, row_ids: Sequence[str] | None, rows: Mapping[str, int]) -> Sequence[int] | None:
+        """The row of each slot; None where somebody is not in this step.
+
+        Most steps have the rows of the step before, and two lists of the same ids are compared without a look at them.
+        """
+        if not self._by_id:
+            return ()
+        if not (self._of_slots and row_ids and row_ids == self._row_ids):
+            try:
+                self._of_slots = (self._find or self._new_find())(rows)
+            except KeyError:
+                return None
+            self._row_ids = row_ids and list(row_ids)
+        return self._of_slots
+
+    def step(self, drafts: Mapping[str, Any], generated: bytes, rows: Mapping[str, int], alike: int) -> None:
         """Note a step whose tokens all went out.
 
         Args:
             drafts: valid drafts, by request.
-            generated: tokens of each row. Kept: it must not change any more.
+            generated: tokens of each row.
             rows: the row of each request in the step.
             alike: how many drafts each followed request had, where all had as many and got a token, else 0.
         """
         try:
-            of_slots = (self._find or self._new_find())(rows)
+            of_slots: Sequence[int] = (self._find or self._new_find())(rows)
         except KeyError:  # somebody is not in this step
-            of_slots = ()
-        if alike and of_slots:
-            self._alike_steps += 1
-            self._alike_drafts += alike
-            self._alike.append((of_slots, generated))
-            if len(self._alike) >= self._ROWS:
-                self._add_all_up()
+            of_slots, generated, alike = [*map(rows.get, self._ids, _no_row)], generated + b"\0", 0
+        if alike:
+            self.alike([(alike, generated, of_slots)])
             return
-        self._mixed.append(([*map(len, map(drafts.get, self._ids, _nothing))], self._generated(generated, rows)))
+        self._mixed.append(([*map(len, map(drafts.get, self._ids, _nothing))], of_slots, generated))
         if len(self._mixed) >= self._ROWS:
+            self._add_all_up()
+
+    def alike(self, steps: Sequence[AlikeStep]) -> None:
+        """Note steps in which everybody had as many drafts; the rows in them are by today's slots."""
+        self._alike += steps
+        self._alike_steps += len(steps)
+        self._alike_drafts += sum([drafts for drafts, _, _ in steps])
+        if len(self._alike) >= self._ROWS:
             self._add_all_up()
 
     def _new_find(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
@@ -134,34 +168,30 @@ class Following:
         delivered: Mapping[str, int],
     ) -> None:
         """Note a step in which something went to nobody: `delivered` says what went out, by request."""
-        got = self._generated(generated, rows)
         for request_id, followed in self._by_id.items():
             emitted = delivered.get(request_id, 0)
-            valid = len(drafts.get(request_id, ()))
             if emitted:
                 followed.completion += emitted
-                if valid and (tokens := got[followed.slot]):
+                row = rows.get(request_id, -1)
+                tokens = generated[row] if 0 <= row < len(generated) else 0
+                valid = len(drafts.get(request_id, ()))
+                if valid and tokens:
                     followed.accepted += tokens - 1
                     followed.proposed += valid
                     followed.verify += 1
                     followed.emitted += emitted
 
-    def _generated(self, generated: Sequence[int], rows: Mapping[str, int]) -> list[int]:
-        padded = [*generated, 0]
-        found: Mapping[str, int] = rows if generated else {}
-        return [*map(padded.__getitem__, map(found.get, self._ids, _no_row))]
-
     def _add_up(self, followed: Followed) -> None:
         slot = followed.slot
         if steps := self._alike_steps - followed.alike_steps:
-            tokens = sum([generated[of_slots[slot]] for of_slots, generated in self._alike[followed.since_alike :]])
+            tokens = sum([generated[of_slots[slot]] for _, generated, of_slots in self._alike[followed.since_alike :]])
             followed.verify += steps
             followed.proposed += self._alike_drafts - followed.alike_drafts
             followed.accepted += tokens - steps
             followed.completion += tokens
             followed.emitted += tokens
-        for lengths, got in self._mixed[followed.since_mixed :]:
-            tokens = got[slot]
+        for lengths, of_slots, generated in self._mixed[followed.since_mixed :]:
+            tokens = generated[of_slots[slot]]
             followed.completion += tokens
             if tokens and lengths[slot]:
                 followed.accepted += tokens - 1
@@ -202,7 +232,7 @@ class Following:
     def _leave(self, followed: Followed) -> None:
         del self._by_id[followed.request_id]
         self._ids[followed.slot] = self._FREE
-        self._find = None
+        self._find, self._of_slots = None, ()
         heapq.heappush(self._free, followed.slot)
         while self._ids and self._ids[-1] == self._FREE:
             self._ids.pop()

@@ -22,7 +22,7 @@ import wrapt
 
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Taken
-from otel_specdec.engines.vllm_shared import SpecDecWrapper, describe_config, logger
+from otel_specdec.engines.vllm_shared import describe_config, hook, is_hook, logger
 
 _TALLY: Final = "_otel_specdec_front"
 
@@ -167,7 +167,7 @@ class FrontHooks:
         for module, (kind, method, _, _) in PLACES.items():
             owner = getattr(sys.modules.get(module), kind, None)
             current = vars(owner).get(method) if inspect.isclass(owner) else None
-            if isinstance(current, SpecDecWrapper):
+            if current is not None and is_hook(current):
                 setattr(owner, method, current.__wrapped__)
 
     def meet(self, engine: Any) -> None:
@@ -189,12 +189,12 @@ class FrontHooks:
         kind, method, _, around = PLACES[module.__name__]
         owner = getattr(module, kind, None)
         original = vars(owner).get(method) if inspect.isclass(owner) else None
-        if isinstance(original, SpecDecWrapper):
+        if is_hook(original):
             return
         if why := difference(module.__name__, owner):
             self._warn(why)
         else:
-            setattr(owner, method, SpecDecWrapper(vars(owner)[method], around))
+            setattr(owner, method, hook(vars(owner)[method], around))
 
     def _warn(self, what: str) -> None:
         if not self._warned:

@@ -29,7 +29,7 @@ VLLM_READS: Reads = {
         "NewRequestData": {"req_id"},
         "CachedRequestData": {"resumed_req_ids"},
     },
-    "vllm/v1/outputs.py": {"ModelRunnerOutput": {"req_id_to_index", "sampled_token_ids"}},
+    "vllm/v1/outputs.py": {"ModelRunnerOutput": {"req_id_to_index", "req_ids", "sampled_token_ids"}},
     "vllm/v1/request.py": {
         "Request": {"is_finished", "num_output_tokens", "request_id", "session_id", "trace_headers"},
     },

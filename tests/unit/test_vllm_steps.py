@@ -149,7 +149,10 @@ class World:
         for request in preempted:
             self.scheduler.running.remove(request)
         output = SimpleNamespace(req_id_to_index=rows, sampled_token_ids=sampled)
+        if rng.random() < 0.7:
+            output.req_ids = list(rows)
         before = self.tally.before_step(self.scheduler, step, output)
+        self.tally.stepping = True
 
         outputs = []
         for request, tokens in zip(live, list(sampled), strict=False):
@@ -190,6 +193,7 @@ class World:
                 outputs.append(SimpleNamespace(request_id=request.request_id, new_token_ids=[], finish_reason="error"))
         half = len(outputs) // 2
         clients = {0: SimpleNamespace(outputs=outputs[:half]), 1: SimpleNamespace(outputs=outputs[half:])}
+        self.tally.stepping = False
         was_busy = bool(self.scheduler.finished_req_ids - before.finished)
         self.tally.after_step(self.scheduler, step, output, before, clients)
         self.became_idle += was_busy and not self.scheduler.requests
@@ -293,8 +297,8 @@ def test_only_steps_in_which_something_went_astray_are_counted_request_by_reques
 def test_one_candidate_among_requests_that_are_none() -> None:
     """The hooks came when the others were running already."""
     following = Following()
-    following.born(Request("newborn", Counter()))
-    following.born(Request("", Counter()))  # nothing to name it by
+    following.born([(0.5, Request("newborn", Counter()))], [0])
+    following.born([(0.5, Request("", Counter()))], [0])  # nothing to name it by
     rows = {"old": 0, "older": 1, "newborn": 2, "oldest": 3}
     for _ in range(3):
         following.step(dict.fromkeys(rows, [7] * K), bytes([1, 2, 3, 4]), rows, K)
@@ -309,7 +313,7 @@ def test_one_candidate_among_requests_that_are_none() -> None:
 def test_drafts_of_somebody_who_is_not_in_the_step_are_passed_over() -> None:
     sums = adapter._StepSums()
     drafts = {"a": [7] * 2, "elsewhere": [7] * 3, "b": [7] * 2}
-    assert sums.add_step(drafts, [3, 1], bytes([3, 1]), {"a": 0, "b": 1}, ()) == 0
+    assert sums.add_step(drafts, bytes([3, 1]), {"a": 0, "b": 1}) == 0
     assert +Counter(sums.steps()) == {(2, 3, 3): 1, (2, 1, 1): 1, (0, 0, 0): 1}
 
 
@@ -330,7 +334,7 @@ def test_drafts_of_somebody_who_is_not_in_the_step_are_passed_over() -> None:
 def test_what_was_trimmed_is_seen_or_said_to_be_unseen(
     ended: set[str], generated: list[int], left: list[Any], expected: list[tuple[str, int, int]] | None
 ) -> None:
-    assert adapter._trimmed(ended, {"a": 0, "b": 1}, generated, left) == expected
+    assert adapter._trimmed(ended, {"a": 0, "b": 1}, bytes(generated), left) == expected
 
 
 def test_a_step_during_a_collection_waits_for_nobody_and_is_counted_by_the_next() -> None:
