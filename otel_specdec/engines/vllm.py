@@ -677,8 +677,8 @@ class Hooks:
         self._front.remove()
         scheduler = getattr(sys.modules.get(SCHEDULER_MODULE), "Scheduler", None)
         for name in ("__init__", "update_from_output", "finish_requests"):
-            current = vars(scheduler).get(name) if inspect.isclass(scheduler) else None
-            if current is not None and is_hook(current):
+            current: Any = vars(scheduler).get(name) if inspect.isclass(scheduler) else None
+            if is_hook(current):
                 setattr(scheduler, name, current.__wrapped__)
 
     def _wrap(self, module: Any) -> None:

@@ -166,8 +166,8 @@ class FrontHooks:
             FrontHooks._installed = None
         for module, (kind, method, _, _) in PLACES.items():
             owner = getattr(sys.modules.get(module), kind, None)
-            current = vars(owner).get(method) if inspect.isclass(owner) else None
-            if current is not None and is_hook(current):
+            current: Any = vars(owner).get(method) if inspect.isclass(owner) else None
+            if is_hook(current):
                 setattr(owner, method, current.__wrapped__)
 
     def meet(self, engine: Any) -> None:

@@ -46,7 +46,7 @@ def hot_hook(original: Callable[..., Any], around: Around) -> Any:
 
 def is_hook(found: Any) -> bool:
     """Whether this is ours, not the original and not somebody's wrapper of either."""
-    return isinstance(found, _Wrapper) or getattr(found, _HOOK, None) is found
+    return isinstance(found, _Wrapper) or (found is not None and getattr(found, _HOOK, None) is found)
 
 
 def describe_config(

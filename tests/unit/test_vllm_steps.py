@@ -102,14 +102,17 @@ class World:
         self.scheduler.finished_req_ids.clear()  # as `schedule` does
         uniform = rng.random() < 0.4  # every request has as many drafts, as with a draft model
         dropping = not self.steady and rng.random() < 0.1
-        live: list[Request] = [r for r in self.scheduler.requests.values() if rng.random() < 0.9]
+        orderly = rng.random() < 0.5  # everybody is served, and stays in the same row
+        live: list[Request] = [r for r in self.scheduler.requests.values() if orderly or rng.random() < 0.9]
         for request in live:
             if request not in self.scheduler.running:  # its session goes on
                 self.scheduler.running.append(request)
                 self.fresh.add(request.request_id)
-        rng.shuffle(live)
+        if not orderly:
+            rng.shuffle(live)
         new = [r for r in live if r.request_id in self.fresh]
-        resumed = {r.request_id for r in live if r not in new and rng.random() < 0.05}
+        resumed = {r.request_id for r in live if r not in new and not orderly and rng.random() < 0.05}
+        second_runner = rng.random() < 0.5  # with which the resumed are among the new
         drafts: dict[str, list[int]] = {}
         invalid: dict[str, int] = {}
         sampled: list[list[int]] = []
@@ -139,8 +142,12 @@ class World:
         if self.rarely():
             sampled.clear()  # nothing was sampled at all
         step = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id) for r in new],
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=r.request_id)
+                for r in live
+                if r in new or (second_runner and r.request_id in resumed)
+            ],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set() if second_runner else resumed),
             scheduled_spec_decode_tokens=drafts,
             num_invalid_spec_tokens=invalid or None,
         )
@@ -249,7 +256,8 @@ def total(increments: list[Increment], *, positions: bool = True) -> Counter[str
 def test_random_steps_equal_the_plain_count(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_LOG_BYTES", 50 if seed % 2 else 8192)
     world = World(seed, sessions=seed == 3)
-    steps = 0
+    steps = during = 0
+    reading = world.tally._reading
     while steps < STEPS // 4:
         # Crowds of different size, so that the places for exemplars are sometimes free and sometimes all taken.
         crowd = world.random.choice([1, 3, 10, 40])
@@ -258,10 +266,20 @@ def test_random_steps_equal_the_plain_count(seed: int, monkeypatch: pytest.Monke
                 world.arrive()
             if world.random.random() < 0.02:
                 world.abort()
+            if not during and world.random.random() < 0.02:
+                reading.acquire()  # a collection that takes its time
+                during = world.random.randint(1, 40)
             world.step()
             steps += 1
-            if world.random.random() < 0.1:
+            if during:
+                during -= 1
+                if not during:
+                    reading.release()
+            elif world.random.random() < 0.1:
                 world.collect()
+        if during:
+            during = 0
+            reading.release()
         world.collect()
     # Where at most 4 finished, each was picked, but for the rare one that had lost its place in a crowd before.
     assert 0.99 * world.few < world.few_picked <= world.few
@@ -315,6 +333,68 @@ def test_drafts_of_somebody_who_is_not_in_the_step_are_passed_over() -> None:
     drafts = {"a": [7] * 2, "elsewhere": [7] * 3, "b": [7] * 2}
     assert sums.add_step(drafts, bytes([3, 1]), {"a": 0, "b": 1}) == 0
     assert +Counter(sums.steps()) == {(2, 3, 3): 1, (2, 1, 1): 1, (0, 0, 0): 1}
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 255, 256, 300])
+@pytest.mark.parametrize("drafts_only", [False, True])
+def test_numbers_of_any_size_are_counted(length: int, drafts_only: bool) -> None:
+    sums = adapter._StepSums()
+    tokens = 2 if drafts_only or length > 255 else length
+    drafts = {"a": [7] * length, "b": [7] * 3}
+    assert sums.add_step(drafts, bytes([tokens, 1, 5]), {"a": 0, "b": 1, "c": 2}) == 0
+    alike = sums.add_step(dict.fromkeys("ab", [7] * length), bytes([tokens, tokens]), {"a": 0, "b": 1})
+    assert alike == length
+    sums.add_ordinary(adapter.Ordinary((length, bytes([tokens, 4, 9]), ()), [2], [(length, 4, 3)], 1))
+    counted = {step: times for step, times in sums.steps().items() if times and step[1]}
+    assert counted == {(length, tokens, tokens): 4, (3, 1, 1): 1, (length, 4, 3): 1, (0, 14, 14): 1}
+
+
+def test_a_new_request_whose_first_tokens_are_trimmed_had_no_drafts() -> None:
+    """No version samples more than one for it; if one does, it was no verify step."""
+    scheduler: Any = SimpleNamespace(requests={"a": 1}, running=["a", "b"], finished_req_ids=set())
+    listener: Any = SimpleNamespace(engine_idle=lambda: None)
+    tally = StepTally(SimpleNamespace(listener=listener), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    request = Request("b", Counter())
+    scheduler.requests["b"] = request
+    step = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="b")],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+        scheduled_spec_decode_tokens={"a": [7] * K},
+    )
+    output = SimpleNamespace(req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=[[1] * 3, [1] * 3])
+    before = tally.before_step(scheduler, step, output)
+    assert before.alike == K
+    del output.sampled_token_ids[1][1:]
+    scheduler.running.remove("b")
+    scheduler.finished_req_ids.add("b")
+    outputs = [SimpleNamespace(request_id=i, new_token_ids=[1], finish_reason=None) for i in "ab"]
+    tally.after_step(scheduler, step, output, before, SimpleNamespace(outputs=outputs))
+    taken = tally.take()
+    assert total(list(taken.increments), positions=False) == Counter(
+        accepted=2, proposed=K, verify=1, completion=4, emitted=3, generations=1
+    )
+    (picked,) = taken.picked
+    assert total(list(picked.increments), positions=False) == Counter(completion=1, generations=1)
+
+
+def test_rows_without_sampled_tokens_are_counted_by_what_went_out() -> None:
+    scheduler: Any = SimpleNamespace(requests={"a": 1, "b": 1}, running=["a", "b"], finished_req_ids=set())
+    tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    tally._following.born([(0.1, Request("a", Counter())), (0.2, Request("b", Counter()))], [1, 1])
+    step = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+        scheduled_spec_decode_tokens={"a": [7] * K},
+    )  # fmt: skip
+    output = SimpleNamespace(req_id_to_index={"b": 1, "a": 0}, sampled_token_ids=[[1] * 3])
+    before = tally.before_step(scheduler, step, output)
+    outputs = [SimpleNamespace(request_id="a", new_token_ids=[1] * 3, finish_reason=None)]
+    tally.after_step(scheduler, step, output, before, SimpleNamespace(outputs=outputs))
+    tally._following.finished("ab")
+    taken = tally.take()
+    assert total(list(taken.increments), positions=False) == Counter(
+        accepted=2, proposed=K, verify=1, completion=3, emitted=3
+    )
+    assert [total(list(picked.increments), positions=False)["completion"] for picked in taken.picked] == [4, 1]
 
 
 @pytest.mark.parametrize(
