@@ -189,8 +189,11 @@ class StepTally:
                 self._do(partial(self._count_changing, ordinary, births, tokens, drafts, ended, trimmed))
             else:
                 self._ordinary.append(ordinary)
-                if len(self._ordinary) >= _TOGETHER:
-                    self._do(_no_change)
+                if len(self._ordinary) >= _TOGETHER and self._reading.acquire(blocking=False):
+                    try:
+                        self._catch_up()
+                    finally:
+                        self._reading.release()
         else:
             drafts = step.scheduled_spec_decode_tokens
             if drafts:
@@ -563,10 +566,6 @@ def _has_invalid(step: Any) -> bool:
     return bool(
         getattr(step.scheduled_cached_reqs, "resumed_req_ids", None) or getattr(step, "num_invalid_spec_tokens", None)
     )
-
-
-def _no_change() -> None:
-    pass
 
 
 def _valid_drafts(step: Any, drafts: dict[str, Any]) -> dict[str, Any]:
