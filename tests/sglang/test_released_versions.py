@@ -25,6 +25,7 @@ HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_acceptance_histogram")
 CHAIN = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
 CASES: dict[str, dict[str, Any]] = {
     "NGRAM": {"speculative_algorithm": "NGRAM"},
+    "NGRAM, no overlap": {"speculative_algorithm": "NGRAM", "disable_overlap_schedule": True},
     "chain": {"speculative_algorithm": "EAGLE", "disable_overlap_schedule": True, **CHAIN},
     "chain, overlap": {"speculative_algorithm": "EAGLE", "disable_overlap_schedule": False, **CHAIN},
     "tree": {"speculative_algorithm": "EAGLE", "disable_overlap_schedule": True, "speculative_eagle_topk": 2},

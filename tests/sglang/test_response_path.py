@@ -164,6 +164,40 @@ def test_health_checks_are_no_generations() -> None:
         assert rig.counted() == ngram()
 
 
+@pytest.mark.parametrize("reason", [LENGTH, None])
+def test_health_checks_are_none_either_where_all_places_of_candidates_are_taken(reason: Any) -> None:
+    crowd = [f"r{number}" for number in range(400)]
+    with Rig() as rig:
+        for rid in crowd:
+            rig.add(rid, stream=True)
+        rig.says(*[Says(rid, 4, verify=1, accepted=2) for rid in crowd])
+        for number in range(40):  # a birth gets one of the 68 places now and then even so
+            rig.add(f"HEALTH_CHECK_{number}")
+            rig.says(Says(f"HEALTH_CHECK_{number}", 7, verify=3, accepted=3, reason=reason))
+            rig.manager.rid_to_state.pop(f"HEALTH_CHECK_{number}", None)
+        rig.says(*[Says(rid, 4, verify=1, accepted=2, reason=LENGTH) for rid in crowd])
+        assert rig.counted() == ngram(accepted=800, verify=400, completion=1600, emitted=1200, generations=400)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ends_with_a_token_or_none_where_all_places_of_candidates_are_taken(begun: bool) -> None:
+    """A hidden warm-up, an end before the first token, one at the prefill: the first two are no generations."""
+    crowd = [f"r{number}" for number in range(400)]
+    warm_up = {"type": "length", "length": 0}
+    ends = {f"{kind}{number}": kind for kind in ("warm", "none", "prefill") for number in range(20)}
+    with Rig() as rig:
+        for rid in (*crowd, *ends):
+            rig.add(rid, stream=True)
+        rig.says(*[Says(rid, 4, verify=1, accepted=2) for rid in crowd])
+        tokens = {rid: 0 if kind == "none" else 1 for rid, kind in ends.items()}
+        if begun:
+            rig.says(*[Says(rid, number) for rid, number in tokens.items()])
+        for rid, kind in ends.items():
+            rig.says(Says(rid, tokens[rid], reason=warm_up if kind == "warm" else LENGTH))
+        rig.says(*[Says(rid, 4, verify=1, accepted=2, reason=LENGTH) for rid in crowd])
+        assert rig.counted() == ngram(accepted=800, verify=400, completion=1620, emitted=1200, generations=420)
+
+
 def test_a_reused_id_is_a_new_generation() -> None:
     with Rig() as rig:
         for _ in range(3):
@@ -384,11 +418,13 @@ def test_points_say_which_engine_and_which_process() -> None:
             Says("b", 5, verify=2, accepted=2, rank=1, reason=LENGTH),
             Says("c", 7, verify=2, accepted=4, rank=0, reason=LENGTH),
         )
+        rig.add("d")
+        rig.says(Says("d", 3, verify=1, accepted=1, rank=1, reason=LENGTH))
         completion = {
             point.attributes["specdec.engine.index"]: point.value
             for point in rig.meter.points("specdec.completion_tokens")
         }
-        assert completion == {0: 13, 1: 5}
+        assert completion == {0: 13, 1: 8}
         for point in rig.meter.points():
             assert point.attributes["gen_ai.provider.name"] == "sglang"
             assert point.attributes["gen_ai.request.model"] == "tiny"
