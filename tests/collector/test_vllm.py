@@ -136,7 +136,8 @@ def check_exemplars(served: Served) -> None:
         assert eventually(lambda f=found: bool(f()), 15, 0.5), served.prometheus.exemplars('{__name__=~"specdec_.+"}')  # type: ignore[misc]
         exemplar = found()[0]
         assert exemplar["labels"]["trace_id"] == trace
-        assert float(exemplar["value"]) == answer.tokens == 13
+        # What it did since the export before, which on a slow machine may lie in the middle of it.
+        assert 0 < float(exemplar["value"]) <= answer.tokens == 13
         assert exemplar["series"][MODEL] == "tiny"
 
 
