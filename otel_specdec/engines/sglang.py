@@ -17,7 +17,6 @@ kept, and a collection adds the difference to what was added before. Nothing is 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -39,13 +38,13 @@ import wrapt
 from otel_specdec.candidates import Candidate, Candidates, choose
 from otel_specdec.counts import ALL_RATIOS, COUNT_FIELDS, SpecCounts, ratios_holding
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken, TraceIds
+from otel_specdec.engines.hooking import has_hook, hooked, is_hook
 from otel_specdec.names import MAX_POSITIONS
 
 TOKENIZER_MODULE: Final = "sglang.srt.managers.tokenizer_manager"
 MESSAGES_MODULE: Final = "sglang.srt.managers.io_struct"
 MESSAGE_CLASSES: Final = ("BatchTokenIDOutput", "BatchTokenIDOut")  # the second one to 0.5.3
 _WATCH: Final = "_otel_specdec_watch"
-_ORIGINAL: Final = "_otel_specdec_original"
 
 # Under SGLang's own logger name, so that its handlers show the line in the server's log, in its format.
 logger = logging.getLogger("sglang.otel_specdec")
@@ -815,10 +814,9 @@ class Hooks:
             Hooks._installed = None
         manager = getattr(sys.modules.get(TOKENIZER_MODULE), "TokenizerManager", None)
         for name in _WRAPPERS:
-            current = vars(manager).get(name) if manager is not None else None
-            original = getattr(current, _ORIGINAL, None)
-            if original is not None:
-                setattr(manager, name, original)
+            current: Any = vars(manager).get(name) if manager is not None else None
+            if is_hook(current):
+                setattr(manager, name, current.__wrapped__)
 
     def _wrap(self, module: Any) -> None:
         manager = getattr(module, "TokenizerManager", None)
@@ -834,7 +832,7 @@ class Hooks:
             # The abort in the queue has its handler from 0.4.9 on; before it the frontend deletes the state itself.
             if name == "abort_request" and "_handle_abort_req" in vars(manager):
                 continue
-            if original is not None and not _is_ours(original):
+            if original is not None and not has_hook(original):
                 setattr(manager, name, wrapper(original))
         logger.debug("otel_specdec hooked SGLang's TokenizerManager")
 
@@ -860,15 +858,6 @@ class Hooks:
 
 
 _UNKNOWN: Final = Knowledge(None, None, False, 0, False, False)
-
-
-def _is_ours(function: Any) -> bool:
-    """Whether our wrapper is there already, at the top or beneath somebody else's."""
-    while function is not None:
-        if hasattr(function, _ORIGINAL):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
 
 
 def _on_import(module: Any) -> None:
@@ -903,15 +892,6 @@ def differences(manager: Any, columns: frozenset[str]) -> list[str]:
     return found
 
 
-def _marked(wrapper: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    functools.update_wrapper(wrapper, original)
-    setattr(wrapper, _ORIGINAL, original)
-    return wrapper
-
-
-# Plain functions: wrapt's cost more than all that is counted in a message of one row.
-
-
 def _around_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -922,7 +902,7 @@ def _around_init(original: Callable[..., None]) -> Callable[..., None]:
             except Exception as error:
                 hooks.listener.failed(error, "meeting an SGLang engine")
 
-    return _marked(__init__, original)
+    return hooked(__init__, original)
 
 
 def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -942,7 +922,7 @@ def _around_batch(original: Callable[..., Any]) -> Callable[..., Any]:
                 hooks.listener.failed(error, "counting a message of SGLang's")
         return original(self, recv_obj, *args, **kwargs)
 
-    return _marked(_handle_batch_output, original)
+    return hooked(_handle_batch_output, original)
 
 
 def _around_abort(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -975,7 +955,7 @@ def _around_abort(original: Callable[..., Any]) -> Callable[..., Any]:
                 hooks.listener.failed(error, "counting an abort in SGLang")
         return result
 
-    return _marked(abort, original)
+    return hooked(abort, original)
 
 
 _WRAPPERS: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {

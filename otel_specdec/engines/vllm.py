@@ -2,7 +2,7 @@
 
 Where it runs: in the process that holds the scheduler (EngineCore, or the application itself with
 `VLLM_ENABLE_V1_MULTIPROCESSING=0`), on the engine's thread, once a step. What it may cost: a few passes at C speed
-over the step's requests; no lock, no allocation per generation that outlives the step, no call into OpenTelemetry.
+over the step's requests; no lock that waits, a byte or two per generation that outlive the step, no OpenTelemetry.
 
 Hooks, all on the base class `vllm.v1.core.sched.scheduler.Scheduler` (`AsyncScheduler` inherits them): `__init__` (the
 engine is known), `update_from_output` (the counts), `finish_requests` (aborts). vllm is never imported from here: the
@@ -30,9 +30,10 @@ import wrapt
 from otel_specdec.candidates import choose
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
+from otel_specdec.engines.hooking import is_hook
 from otel_specdec.engines.vllm_candidates import AlikeStep, Birth, Followed, Following
 from otel_specdec.engines.vllm_front_end import FrontHooks
-from otel_specdec.engines.vllm_shared import describe_config, hook, hot_hook, is_hook, logger
+from otel_specdec.engines.vllm_shared import describe_config, hook, logger
 from otel_specdec.names import MAX_POSITIONS
 
 SCHEDULER_MODULE: Final = "vllm.v1.core.sched.scheduler"
@@ -45,10 +46,9 @@ Lengths = bytes | list[int]  # bytes where none is above 255
 
 _LOG_BYTES: Final = 8192  # of each number of drafts, until they are counted
 
-_nobody: Final[frozenset[str]] = frozenset()
-
-
 _TOGETHER: Final = 32  # ordinary steps, until they are counted
+
+_nobody: Final[frozenset[str]] = frozenset()
 
 
 class Before(NamedTuple):
@@ -689,14 +689,14 @@ class Hooks:
                 "; ".join(missing),
             )
             return
-        for name, kind, around in (
-            ("__init__", hook, _around_init),
-            ("update_from_output", hot_hook, _around_update),
-            ("finish_requests", hook, _around_finish),
+        for name, around in (
+            ("__init__", _around_init),
+            ("update_from_output", _around_update),
+            ("finish_requests", _around_finish),
         ):
             original = vars(scheduler)[name]
             if not is_hook(original):
-                setattr(scheduler, name, kind(original, around))
+                setattr(scheduler, name, hook(original, around))
         logger.debug("otel_specdec hooked vLLM's Scheduler: __init__, update_from_output, finish_requests")
 
     def tally_for(self, scheduler: Any) -> StepTally | None:

@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from otel_specdec.candidates import Candidate, Candidates
 
-_nothing: Final = itertools.repeat(())
 Birth = tuple[float, Any]
 """A request that had no token yet, and the random number that it drew."""
 
 AlikeStep = tuple[int, bytes, Sequence[int]]
 """The drafts (≥ 1) that every candidate had, the tokens (≥ 1) of each row, and the row of each slot."""
 
+_nothing: Final = itertools.repeat(())
 _no_row: Final = itertools.repeat(-1)  # the entry that stands behind the last row
 
 

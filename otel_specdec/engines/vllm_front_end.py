@@ -22,7 +22,8 @@ import wrapt
 
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Taken
-from otel_specdec.engines.vllm_shared import describe_config, hook, is_hook, logger
+from otel_specdec.engines.hooking import is_hook
+from otel_specdec.engines.vllm_shared import describe_config, hook, logger
 
 _TALLY: Final = "_otel_specdec_front"
 

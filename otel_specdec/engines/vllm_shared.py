@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Final
-
-import wrapt
+from typing import Any
 
 from otel_specdec.counts import ALL_RATIOS
 from otel_specdec.engines import EngineDescription
+from otel_specdec.engines.hooking import hooked
 
 # Under vLLM's own logger name, so that its handlers show the line in the server's log, in its format.
 logger = logging.getLogger("vllm.otel_specdec")
 
 
-_HOOK: Final = "_otel_specdec_hook"
-
 Around = Callable[[Callable[..., Any], Any, Any, Any], Any]
-"""What a hook does: called with the original, the instance, positional and keyword arguments, as by wrapt."""
+"""What a hook does: called with the bound original, the instance, its positional and its keyword arguments."""
 
 
-class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # generic in wrapt 2 alone
-    """A class of our own, so that whoever takes hooks back finds what is ours, and nothing is wrapped twice."""
-
-
-def hook(original: Any, around: Around) -> Any:
+def hook(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
     """What is to stand in a class in the original's place."""
-    return _Wrapper(original, around)
 
-
-def hot_hook(original: Callable[..., Any], around: Around) -> Any:
-    """The same as a plain function, where a step's time is looked at: some µs less than wrapt's objects."""
-
-    @functools.wraps(original)
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return around(MethodType(original, self), self, args, kwargs)
 
-    # Itself, for `wraps` copies the attribute to the function of whoever wraps ours.
-    setattr(method, _HOOK, method)
-    return method
-
-
-def is_hook(found: Any) -> bool:
-    """Whether this is ours, not the original and not somebody's wrapper of either."""
-    return isinstance(found, _Wrapper) or (found is not None and getattr(found, _HOOK, None) is found)
+    return hooked(method, original)
 
 
 def describe_config(

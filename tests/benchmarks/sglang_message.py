@@ -55,7 +55,7 @@ def measure(
     hooked: list[float] = []
     with Rig(**settings) as rig:
         method = type(rig.manager)._handle_batch_output
-        original = method._otel_specdec_original
+        original = method.__wrapped__
         # Two managers of the same kind differ by some percent, by where their memory lies: each has either part in
         # turn.
         first, second = rig.manager, rig.new_manager()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import threading
@@ -14,6 +15,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from otel_specdec import SGLangSpecDecInstrumentor
 from otel_specdec.engines import sglang as adapter
+from otel_specdec.engines.hooking import is_hook
 from otel_specdec.instrumentors import sglang_plugin
 from tests.sglang.manager import CHAIN, LENGTH, NGRAM, Rig, Says, message
 from tests.unit.collected import Meter, counted
@@ -56,10 +58,9 @@ def test_both_entry_points_together_wrap_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "console")
     with Rig() as rig:
         sglang_plugin()
-        adapter.Hooks(rig.manager.__dict__.get("nobody")).install  # noqa: B018
-        assert not hasattr(inspect.unwrap(TokenizerManager._handle_batch_output), "_otel_specdec_original")
+        assert not is_hook(inspect.unwrap(TokenizerManager._handle_batch_output))
         wrapped = vars(TokenizerManager)["_handle_batch_output"].__wrapped__
-        assert not hasattr(wrapped, "_otel_specdec_original")
+        assert not is_hook(wrapped)
         rig.add("a")
         rig.says(Says("a", 4, verify=1, accepted=2, reason=LENGTH))
         assert rig.counted()["generations"] == 1
@@ -69,10 +70,10 @@ def test_another_plugins_wrapper_on_top_of_ours_is_left_alone_and_counts_once() 
     with Rig() as rig:
         ours = vars(TokenizerManager)["_handle_batch_output"]
 
+        @functools.wraps(ours)  # as SGLang's hook registry does; it copies the attributes of ours
         def theirs(self: Any, recv_obj: Any) -> Any:
             return ours(self, recv_obj)
 
-        theirs.__wrapped__ = ours  # type: ignore[attr-defined]  # as functools.wraps does, and SGLang's hook registry
         TokenizerManager._handle_batch_output = theirs
         try:
             SGLangSpecDecInstrumentor().uninstrument()
@@ -125,7 +126,7 @@ def test_an_unknown_sglang_is_left_as_it_is_with_one_warning(caplog: pytest.LogC
         hooks._wrap(type("module", (), {"TokenizerManager": Other}))
     assert [record.name for record in caplog.records] == ["sglang.otel_specdec"]
     assert "_handle_batch_output(self, something_else) is not as expected" in caplog.text
-    assert not hasattr(vars(Other)["_handle_batch_output"], "_otel_specdec_original")
+    assert not is_hook(vars(Other)["_handle_batch_output"])
 
 
 def test_a_message_never_waits_for_a_collection_and_is_counted_after_it() -> None:

@@ -176,7 +176,7 @@ def test_the_method_is_as_it_was_a_coroutine_or_not(version: str) -> None:
     original = vars(module.TokenizerManager)["_handle_batch_output"]
     assert inspect.iscoroutinefunction(original) is (version in ("0.5.14", "0.5.18", INSTALLED))
     SGLangSpecDecInstrumentor().instrument(meter_provider=Meter().provider, skip_dep_check=True)
-    assert vars(module.TokenizerManager)["_handle_batch_output"]._otel_specdec_original is original
+    assert vars(module.TokenizerManager)["_handle_batch_output"].__wrapped__ is original
 
 
 @pytest.mark.parametrize("collected", [True, False], ids=["collected", "at once"])

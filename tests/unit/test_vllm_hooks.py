@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from otel_specdec import VLLMSpecDecInstrumentor
-from otel_specdec.engines.vllm_shared import is_hook
+from otel_specdec.engines.hooking import is_hook
 from tests.unit.collected import Meter, counted
 from tests.unit.vllm_stand_in import SOURCE, Steps, importable, write
 

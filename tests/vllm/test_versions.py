@@ -11,7 +11,7 @@ import pytest
 
 from examples.vllm_demo.tiny_model import Models
 from otel_specdec.engines import vllm_front_end
-from otel_specdec.engines.vllm_shared import is_hook
+from otel_specdec.engines.hooking import is_hook
 from tests.vllm import versions
 from tests.vllm.scheduler import DRAFT, K, Rig
 from tests.vllm.versions import Feature
