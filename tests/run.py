@@ -5,6 +5,9 @@
 `make` calls it, with the Python that it makes environments with. A test module with a real engine gets a process of
 its own because the engine stays in it (or in a server that it starts), as do the metrics' global providers.
 
+As many parts run at once as TEST_JOBS says, two by default: most of an engine's start is one core's work. What a part
+prints is shown whole when it ends, at once where only one runs at a time.
+
 Needs nothing but the standard library. Fails if a test failed, a part ran out of time or a part ran no test at all.
 """
 
@@ -16,11 +19,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +34,10 @@ REPORTS = Path("build/reports")
 RELEASES = Path("tests/environments")
 LIMIT_S = float(os.environ.get("TEST_LIMIT_S", 20 * 60))
 """What one part may take, in seconds."""
+JOBS = int(os.environ.get("TEST_JOBS") or min(2, os.cpu_count() or 1))
+"""How many parts run at once. An engine needs up to 4 GB and, while it starts, a core."""
+STILL_RUNNING_S = 60.0
+"""How often it is said what runs, in seconds."""
 
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13", "3.14")
 STARTED = time.monotonic()
@@ -166,54 +175,124 @@ def version_of(python: str) -> str | None:
         return None
 
 
-def make_venv(venv: Path, python: str) -> bool:
-    command = ["make", "--silent", f"PYTHON={python}", f"{venv}/.ready"]
-    # Without the settings of the make that may have started this process.
-    env = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
-    return subprocess.run(command, check=False, env=env).returncode == 0
+class Runner:
+    """Runs parts, some at once. Nothing that they started in their process groups outlives it."""
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._running: dict[str, float] = {}
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+        self._starting = threading.Lock()
+        self._printing = threading.Lock()
+        self._making: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+    def run_all(self, parts: list[Part]) -> Counter[str]:
+        """Returns how many tests `passed`, `failed` and were `skipped`."""
+        total: Counter[str] = Counter()
+        with ThreadPoolExecutor(self._jobs) as pool:
+            try:
+                waiting = {pool.submit(self._run, part) for part in parts}
+                while waiting:
+                    ended, waiting = wait(waiting, timeout=STILL_RUNNING_S, return_when="FIRST_COMPLETED")
+                    for part in ended:
+                        total.update(part.result())
+                    if not ended:
+                        self._say_what_runs(len(waiting))
+            except BaseException:  # ctrl-C and SIGTERM too: the pool would wait for its parts
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._stop()
+                raise
+        return total
+
+    def _run(self, part: Part) -> Counter[str]:
+        say(f"{part.name}: {part.target}")
+        started = self._running[part.name] = time.monotonic()
+        name = part.name.replace(" ", "-")
+        report, log = REPORTS / f"{name}.xml", REPORTS / f"{name}.log"
+        report.unlink(missing_ok=True)
+        with open(log, "wb") if self._jobs > 1 else contextlib.nullcontext() as output:
+            if part.python and not self._make_venv(part, output):
+                problem: str | None = f"{part.venv} could not be made with {part.python}"
+            else:
+                problem = self._run_pytest(part, report, output)
+        counts = read_report(report)
+        # What is wrong without being one test's fault is one more failure.
+        if problem and not counts["failed"]:
+            counts["failed"] += 1
+        remark = f" ({problem})" if problem else ""
+        del self._running[part.name]
+        with self._printing:
+            if output is not None:
+                sys.stdout.flush()
+                sys.stdout.buffer.write(log.read_bytes())
+                sys.stdout.buffer.flush()
+            say(f"{part.name}: {summary(counts)}{remark}, {time.monotonic() - started:.0f} s")
+        return counts
+
+    def _make_venv(self, part: Part, output: IO[bytes] | None) -> bool:
+        command = ["make", "--silent", f"PYTHON={part.python}", f"{part.venv}/.ready"]
+        # Without the settings of the make that may have started this process.
+        env = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
+        with self._making[part.venv]:  # two parts may share it
+            return self._wait(self._start(command, output, env)) == 0
+
+    def _run_pytest(self, part: Part, report: Path, output: IO[bytes] | None) -> str | None:
+        """Returns what went wrong, if anything did."""
+        targets = [part.target, *part.also]
+        command: list[str | Path] = [part.venv / "bin/python", "-m", "pytest", *targets, f"--junitxml={report}"]
+        try:
+            process = self._start(command, output)
+        except OSError as error:
+            return str(error)
+        try:
+            status = self._wait(process, LIMIT_S)
+        except subprocess.TimeoutExpired:
+            report.unlink(missing_ok=True)  # it would count the test that was cut off as passed
+            return f"ended after {LIMIT_S:.0f} s, its limit"
+        return {0: None, 5: "no test ran"}.get(status, f"pytest's exit status is {status}")
+
+    def _start(
+        self, command: Sequence[str | Path], output: IO[bytes] | None, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        with self._starting:
+            if self._stopped:
+                raise OSError("stopped")
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
+            )
+            self._processes.add(process)
+        return process
+
+    def _wait(self, process: subprocess.Popen[bytes], limit_s: float | None = None) -> int:
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            # First as ctrl-C would: pytest says where it was, and the fixtures stop what they started.
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            raise
+        finally:
+            kill(process)
+            process.wait()
+            self._processes.discard(process)
+
+    def _stop(self) -> None:
+        with self._starting:
+            self._stopped = True
+        for process in list(self._processes):
+            kill(process)
+
+    def _say_what_runs(self, left: int) -> None:
+        now = time.monotonic()
+        running = [f"{name} ({now - started:.0f} s)" for name, started in list(self._running.items())]
+        say(f"... {', '.join(running)}; {left - len(running)} more")
 
 
-def run(part: Part) -> Counter[str]:
-    """Runs one part; the counts are of tests `passed`, `failed` and `skipped`."""
-    say(f"{part.name}: {part.target}")
-    started = time.monotonic()
-    report = REPORTS / f"{part.name.replace(' ', '-')}.xml"
-    report.unlink(missing_ok=True)
-    if part.python and not make_venv(part.venv, part.python):
-        problem: str | None = f"{part.venv} could not be made with {part.python}"
-    else:
-        problem = run_pytest(part, report)
-    counts = read_report(report)
-    # What is wrong without being one test's fault is one more failure.
-    if problem and not counts["failed"]:
-        counts["failed"] += 1
-    remark = f" ({problem})" if problem else ""
-    say(f"{part.name}: {summary(counts)}{remark}, {time.monotonic() - started:.0f} s")
-    return counts
-
-
-def run_pytest(part: Part, report: Path) -> str | None:
-    """Returns what went wrong, if anything did. Nothing that pytest started in its process group outlives it."""
-    targets = [part.target, *part.also]
-    command: list[str | Path] = [part.venv / "bin/python", "-m", "pytest", *targets, f"--junitxml={report}"]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    except OSError as error:
-        return str(error)
-    try:
-        status = process.wait(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        # First as ctrl-C would: pytest says where it was, and the fixtures stop what they started.
-        os.killpg(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=30)
-        report.unlink(missing_ok=True)  # it would count the test that was cut off as passed
-        return f"ended after {LIMIT_S:.0f} s, its limit"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return {0: None, 5: "no test ran"}.get(status, f"pytest's exit status is {status}")
+def kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_report(report: Path) -> Counter[str]:
@@ -240,10 +319,9 @@ def main(names: list[str]) -> int:
         return 2
     os.chdir(ROOT)
     REPORTS.mkdir(parents=True, exist_ok=True)
-    total: Counter[str] = Counter()
-    for name in names:
-        for part in SUITES[name]():
-            total.update(run(part))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    parts = [part for name in names for part in SUITES[name]()]
+    total = Runner(max(1, min(JOBS, len(parts)))).run_all(parts)
     say("done")
     # Alone on its line and the last one: it is read by machines.
     print(summary(total), flush=True)
