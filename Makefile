@@ -15,6 +15,8 @@ RUN := $(PYTHON) tests/run.py
 export UV_PYTHON_DOWNLOADS := never
 # Trust whom the system trusts, as pip, git and Go do: behind a proxy of one's own, uv's list is not enough.
 export UV_SYSTEM_CERTS ?= true
+# Where this is set, as in many containers, each process of an engine compiles torch and all else anew: 20 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

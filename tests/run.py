@@ -319,6 +319,7 @@ def main(names: list[str]) -> int:
         return 2
     os.chdir(ROOT)
     REPORTS.mkdir(parents=True, exist_ok=True)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # it makes each process of an engine compile for 20 s
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parts = [part for name in names for part in SUITES[name]()]
     total = Runner(max(1, min(JOBS, len(parts)))).run_all(parts)
