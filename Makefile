@@ -85,8 +85,8 @@ docs: $(VENVS)/docs/.ready ## Build the documentation's site in build/site; a wa
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
-	$(RUN) unit drift pythons docs vllm versions-in-ci sglang collector ray release
+test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, a part of test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
+	$(RUN) unit drift pythons-in-ci docs vllm versions-in-ci sglang collector ray release
 
 .PHONY: unit
 unit: $(VENVS)/dev/.ready ## Run the unit tests (fast: no engine)

@@ -75,6 +75,12 @@ def pythons() -> Iterator[Part]:
             say(f"unit on {version}: NOT RUN, this machine has no python{version}")
 
 
+def pythons_in_ci() -> Iterator[Part]:
+    """A part of it, for every change: the oldest Python, with the oldest OpenTelemetry, and the newest that is here."""
+    found = list(pythons())
+    yield from dict.fromkeys([*found[:1], *found[-1:]])
+
+
 def docs() -> Iterator[Part]:
     """The site and all that stands on its pages, as far as no engine is needed for it."""
     yield Part("docs", VENVS / "docs", Path("tests/docs"))
@@ -146,6 +152,7 @@ def release() -> Iterator[Part]:
 SUITES: dict[str, Callable[[], Iterator[Part]]] = {
     "unit": unit,
     "pythons": pythons,
+    "pythons-in-ci": pythons_in_ci,
     "docs": docs,
     "vllm": vllm,
     "versions": versions,
