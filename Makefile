@@ -85,7 +85,7 @@ docs: $(VENVS)/docs/.ready ## Build the documentation's site in build/site; a wa
 ##### Tests
 
 .PHONY: test
-test: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Run all tests: unit, a part of test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
+test: environments ## Run all tests: unit, a part of test-pythons, test-docs, test-vllm, a part of test-versions, test-sglang, test-collector, test-ray, test-drift, test-release
 	$(RUN) unit drift pythons-in-ci docs vllm versions-in-ci sglang collector ray release
 
 .PHONY: unit
@@ -147,7 +147,8 @@ dist: $(VENVS)/dev/.ready ## Build sdist and wheel into dist/, and check their m
 lint: $(VENVS)/dev/.ready ## Check style, format and, for every supported Python, types
 	$(DEV)/ruff check
 	$(DEV)/ruff format --check
-	@for version in $(PYTHONS); do echo "mypy for $$version"; $(DEV)/mypy --python-version $$version || exit 1; done
+	@printf '%s\n' $(PYTHONS) | xargs -P 2 -I VERSION sh -c \
+		'said=$$($(DEV)/mypy --python-version VERSION); status=$$?; echo "mypy for VERSION: $$said"; exit $$status'
 
 .PHONY: format
 format: $(VENVS)/dev/.ready ## Format the code and fix what can be fixed
@@ -161,7 +162,7 @@ hooks: $(VENVS)/dev/.ready ## Install the git hooks
 ##### Environments
 
 .PHONY: environments
-environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready ## Create the environments (the other targets do it as needed)
+environments: $(VENVS)/dev/.ready $(VENVS)/vllm/.ready $(VENVS)/sglang/.ready $(VENVS)/downstream/.ready $(VENVS)/docs/.ready $(VENVS)/ray/.ready $(DOWNSTREAM) ## Create the environments, build the collector and Prometheus (the other targets do it as needed)
 
 # An environment holds exactly what one committed file of tests/environments lists; dev.txt unless named here.
 LOCK_vllm := vllm
