@@ -310,7 +310,12 @@ class RankTally:
         self._reading = threading.Lock()
         self._aside: deque[Callable[[], None]] = deque()
         self._live: dict[str, tuple[Any, ...]] = {}
-        """The newest row of every generation that has begun and not finished, in the order of `_fields`."""
+        """A row of every generation that has begun and not finished, in the order of `_fields`: the newest but for
+        `_newer`."""
+        self._same: Sequence[str] | None = None
+        """Whose rows were in the last message, if all of them are in `_live`: most messages are of the same ones."""
+        self._newer: Columns | None = None
+        """The columns of the last message, if it was of the same ones as that before it: not in `_live` yet."""
         self._lives: dict[str, _Life] = {}
         """Of those, the ones of which something was added already, and those that need a look of their own."""
         self._done: list[tuple[Any, Any]] = []
@@ -333,7 +338,10 @@ class RankTally:
             try:
                 if self._aside:
                     self._catch_up()
-                self._message(rids, columns, reasons, ending, self._watch.states.get, _trace_of)
+                if not ending and rids == self._same:
+                    self._newer = columns
+                else:
+                    self._message(rids, columns, reasons, ending, self._watch.states.get, _trace_of)
             finally:
                 self._reading.release()
         else:
@@ -352,6 +360,8 @@ class RankTally:
         trace_of: Callable[[Any], TraceIds | None],
     ) -> None:
         live = self._live
+        self._note_newer()
+        self._same = None
         if ending == len(rids) and live.keys().isdisjoint(rids):
             # Each generation begins and ends with this message: what is not streamed, and short.
             states = list(map(state_of, rids))
@@ -373,6 +383,7 @@ class RankTally:
             self._begin(rids, states, orders, trace_of)
         else:
             before = len(live)
+            born: Sequence[str] = ()
             live.update(zip(rids, zip(*columns)))  # noqa: B905  # of one length, see `Watch.message`; a check costs 0.3 µs
             if len(live) != before:
                 born = list(islice(reversed(live), len(live) - before))
@@ -380,6 +391,8 @@ class RankTally:
                 orders = [random.random() for _ in born]
                 if self._candidates.entering(orders) or not self._ordinary(born, states):
                     self._begin(born, states, orders, trace_of)
+            if not ending and len(live) == before + len(born):  # none of them was passed over
+                self._same = rids
         if ending == len(rids):
             self._end(rids, reasons)
         elif ending:
@@ -528,10 +541,17 @@ class RankTally:
             self._aside.append(change)
 
     def _ended_unseen(self, rid: str) -> None:
+        self._note_newer()
+        self._same = None
         row = self._live.pop(rid, None)
         if row is not None:
             life = self._lives.pop(rid) if rid in self._lives else _Life(self._knowledge)
             self._finish(life, self._row(row), None)
+
+    def _note_newer(self) -> None:
+        if self._newer is not None and self._same is not None:
+            self._live.update(zip(self._same, zip(*self._newer)))  # noqa: B905  # as above
+        self._newer = None
 
     def _catch_up(self) -> None:
         while self._aside:
@@ -545,8 +565,10 @@ class RankTally:
             states = self._watch.states
             gone = [rid for rid in self._live if rid not in states]
             self._catch_up()
+            self._note_newer()
             for rid in gone:
                 if self._watch.closed:  # it may have ended in any way
+                    self._same = None
                     self._live.pop(rid, None)
                     self._lives.pop(rid, None)
                 else:
@@ -571,6 +593,8 @@ class RankTally:
         """Let `to` go on with the running generations. What they did until here stays, to be taken from this one."""
         with self._reading:
             self._catch_up()
+            self._note_newer()
+            self._same = None
             self._add_running()
             to._live, self._live = self._live, {}
             to._lives, self._lives = self._lives, {}
@@ -664,10 +688,9 @@ class Watch:
         reasons = message.finished_reasons
         ending = number - reasons.count(None)
         ranks = getattr(message, _RANKS, None)
-        if not ranks:
-            self.tally(0).message(rids, columns, reasons, ending)
-        elif ranks.count(ranks[0]) == number:
-            self.tally(ranks[0] or 0).message(rids, columns, reasons, ending)
+        if not ranks or ranks.count(ranks[0]) == number:
+            rank = ranks[0] or 0 if ranks else 0
+            (self._tallies.get(rank) or self.tally(rank)).message(rids, columns, reasons, ending)
         else:
             for rank in dict.fromkeys(ranks):
                 rows = [row for row, each in enumerate(ranks) if each == rank]
