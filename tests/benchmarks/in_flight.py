@@ -89,11 +89,13 @@ def of_sglang(generations: int) -> tuple[float, float]:
         states = dict.fromkeys(ids, state)
         watch: Any = SimpleNamespace(knowledge=knowledge, states=states, ended=False, closed=False)
         tally = RankTally(watch)
-        return kept(
-            lambda: tally.message(
-                ids, [[1000 + n % 7 for n in range(number)] for _ in knowledge.fields], [None] * number, 0
-            )
-        )
+
+        def begin() -> None:
+            for tokens in (1000, 2000):  # of the same generations, the second message's columns are kept as they are
+                columns = [[tokens + n % 7 for n in range(number)] for _ in knowledge.fields]
+                tally.message(ids, columns, [None] * number, 0)
+
+        return kept(begin)
 
     run(1)
     few, many = run(places), run(generations)
