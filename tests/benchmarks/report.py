@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.report [NAME ...]
 
-Without names all of them, some 25 minutes on two cores; a name runs one alone and leaves the others' figures as they
+Without names all of them, some 30 minutes on two cores; a name runs one alone and leaves the others' figures as they
 are. Nothing else should run on the machine. Needs the environments of `make environments`; it is not a test.
 """
 
@@ -49,7 +49,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("vllm_step", "vllm"),
-    Benchmark("vllm_server", "vllm"),
+    Benchmark("vllm_server", "vllm", ("--rounds", "40")),
     Benchmark("sglang_message", "sglang"),
     Benchmark("record_batch", "dev"),
     Benchmark("in_flight", "dev"),
