@@ -61,11 +61,16 @@ MUTATIONS = tuple(
         ),
         removed(
             "retracted among others",
-            "hooks",
+            "response_path",
             " or (self._retractions is not None and any(columns[self._retractions]))",
         ),
         ("a value that fell in the end", "response_path", "(None, None) if final else (known, 0)", "(known, 0)"),
-        ("a value that falls for a while", "hooks", "    if now >= known:\n", "    if now >= known or not final:\n"),
+        (
+            "a value that falls for a while",
+            "response_path",
+            "    if now >= known:\n",
+            "    if now >= known or not final:\n",
+        ),
         (
             "positions by one too few",
             "fixed_chain",

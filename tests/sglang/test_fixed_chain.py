@@ -54,6 +54,22 @@ def test_a_grammar_invalidates_drafts_that_nobody_counts() -> None:
         assert rig.meter.sets()["generations", "acceptance_length,tokens_per_verify"] == 1
 
 
+def test_so_does_a_grammar_where_all_places_of_candidates_are_taken() -> None:
+    crowd = [f"r{number}" for number in range(400)]
+    bound = [f"regex{number}" for number in range(40)]
+    with Rig(**CHAIN) as rig:
+        for rid in crowd:
+            rig.add(rid, stream=True)
+        rig.says(*[Says(rid, 4, verify=1, accepted=2, histogram=[0, 0, 1]) for rid in crowd])
+        for rid in bound:
+            rig.add(rid, sampling_params={"max_new_tokens": 9, "regex": "a*"})
+        rig.says(*[Says(rid, 9, verify=4, accepted=4, histogram=[0, 4], reason=LENGTH) for rid in bound])
+        rig.says(*[Says(rid, 4, verify=1, accepted=2, histogram=[0, 0, 1], reason=LENGTH) for rid in crowd])
+        totals = rig.counted()
+        assert (totals["accepted"], totals["proposed"], totals["verify"]) == (960, 1200, 560)
+        assert rig.meter.at_positions() == ([400, 400, 0], [400, 400, 400])
+
+
 def test_a_histogram_that_contradicts_the_other_columns_stays_out_of_the_positions() -> None:
     with Rig(**CHAIN) as rig:
         for rid, histogram in (("a", [1, 4]), ("b", [1, 3]), ("c", [0, 0, 0, 0, 1])):

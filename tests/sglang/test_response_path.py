@@ -198,6 +198,37 @@ def test_ends_with_a_token_or_none_where_all_places_of_candidates_are_taken(begu
         assert rig.counted() == ngram(accepted=800, verify=400, completion=1620, emitted=1200, generations=420)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_retraction_hides_its_token_too_where_all_places_of_candidates_are_taken(begun: bool) -> None:
+    """Trimmed as well: a token less than the steps and the prefill gave does not tell of the second prefill's."""
+    crowd = [f"r{number}" for number in range(400)]
+    retracted = [f"again{number}" for number in range(40)]
+    with Rig() as rig:
+        for rid in (*crowd, *retracted):
+            rig.add(rid, stream=True)
+        rig.says(*[Says(rid, 4, verify=1, accepted=2) for rid in crowd])
+        if begun:
+            rig.says(*[Says(rid, 4, verify=1, accepted=2) for rid in retracted])
+        rig.says(*[Says(rid, 6, verify=2, accepted=4, retractions=1, reason=LENGTH) for rid in retracted])
+        rig.says(*[Says(rid, 4, verify=1, accepted=2, reason=LENGTH) for rid in crowd])
+        assert rig.counted() == ngram(accepted=960, verify=480, completion=1840, emitted=1360, generations=440)
+
+
+@pytest.mark.parametrize("number", [2, 400])
+def test_a_column_that_is_missing_once_is_unknown_and_nothing_else_is_lost(number: int) -> None:
+    rids = [f"r{number}" for number in range(number)]
+    with Rig() as rig:
+        for rid in rids:
+            rig.add(rid)
+        rows = [Says(rid, 4, verify=1, accepted=2, reason=LENGTH) for rid in rids]
+        rig.says(*rows, spec_num_correct_drafts=[])
+        assert rig.counted() == ngram(
+            accepted=0, verify=number, completion=4 * number, emitted=3 * number, generations=number
+        )
+        assert rig.meter.sets()["generations", "acceptance_length,tokens_per_verify"] == number  # not the accept rate
+        assert rig.meter.errors() == {}
+
+
 def test_a_reused_id_is_a_new_generation() -> None:
     with Rig() as rig:
         for _ in range(3):
