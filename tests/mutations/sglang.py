@@ -112,13 +112,13 @@ MUTATIONS = tuple(
         ("a warm-up among others", "response_path", "if min(completion) < 2 or", "if min(completion) < 1 or"),
         (
             "counted, and its state still there",
-            "released_versions",
+            "response_path",
             "state is None or state.finished or",
             "state is None or",
         ),
         (
             "aborted in the queue",
-            "response_path",
+            "hooks",
             "                    watch.ended_unseen(rid)\n",
             "                    pass\n",
         ),
