@@ -51,24 +51,25 @@ _TOGETHER: Final = 32  # ordinary steps, until they are counted
 _nobody: Final[frozenset[str]] = frozenset()
 
 
-class Before(NamedTuple):
-    """What must be read before the call, which trims the sampled lists and takes requests away."""
+Before = tuple[Lengths, int, Sequence[str], Sequence[Birth], int, Set[str]]
+"""What must be read before the call, which trims the sampled lists and takes requests away.
 
-    generated: Lengths  # tokens of each row
-    alike: int  # how many drafts (≥ 1) everybody has but those in `new`, who have none; 0 where it is not like that
-    new: Sequence[str]  # ids that came from the waiting queue
-    births: Sequence[Birth]  # those of them without a token yet, as far as they may become candidates
-    running: int
-    finished: Set[str]  # ids of those that finished before, as far as the scheduler still knows of them
+The tokens of each row; how many drafts (≥ 1) everybody has but the new, who have none, or 0 where it is not like that;
+ids that came from the waiting queue, the new; those of them without a token yet, as far as they may become
+candidates; how many run; ids of those that finished before, as far as the scheduler still knows of them.
+"""
 
 
-class Ordinary(NamedTuple):
-    """A step in which everybody but the new had as many drafts, and all tokens went out but what ends trimmed."""
+class Changes(NamedTuple):
+    """How an ordinary step changed who runs."""
 
-    step: AlikeStep
     new: Sequence[int]  # rows without drafts
     trimmed: Sequence[Step]
     ended: int
+
+
+Ordinary = tuple[AlikeStep, Changes | None]
+"""A step in which everybody but the new had as many drafts, and all tokens went out but what ends trimmed."""
 
 
 class StepTally:
@@ -111,20 +112,25 @@ class StepTally:
         sampled = output.sampled_token_ids
         new: Sequence[str] = ()
         births: Sequence[Birth] = ()
-        alike = 0
         if step.scheduled_new_reqs:
             new = [each.req_id for each in step.scheduled_new_reqs]
             births = self._births(scheduler, new)
-        if drafts and not _has_invalid(step):
+        alike = 0
+        if (
+            drafts
+            and len(drafts) == len(sampled) - len(new)
+            # Or some drafts may be invalid; see `_valid_drafts`.
+            and not getattr(step, "num_invalid_spec_tokens", None)
+            and not getattr(step.scheduled_cached_reqs, "resumed_req_ids", None)
+        ):
             # Not after the call: it looks at the drafts too, and finds them in the cache then.
             lengths = _lengths(drafts.values())
-            if (
-                lengths.count(lengths[0]) == len(lengths) == len(sampled) - len(new)
-                and drafts.keys().isdisjoint(new)  # those are padding
+            if lengths.count(lengths[0]) == len(lengths) and (
+                not new or drafts.keys().isdisjoint(new)  # those are padding
             ):
                 alike = lengths[0]
         finished = scheduler.finished_req_ids
-        return Before(
+        return (
             _lengths(sampled),
             alike,
             new,
@@ -157,17 +163,42 @@ class StepTally:
         generated, alike, new, births, running, finished_before = before
         rows = output.req_id_to_index
         # 0.9.0 returns one EngineCoreOutputs, later versions one for each client.
-        parts = [each.outputs for each in (result.values() if isinstance(result, dict) else (result,))]
+        parts = []
+        served = 0
+        for each in result.values() if isinstance(result, dict) else (result,):
+            parts.append(each.outputs)
+            served += len(each.outputs)
+        if (
+            alike
+            and not new
+            # Every row went out.
+            and served == len(generated) == len(rows)
+            and isinstance(generated, bytes)
+            and 0 not in generated
+            # Nobody ended, failed inside the call, or left the running ones in another way.
+            and len(scheduler.finished_req_ids) == len(finished_before)
+            and len(scheduler.running) == running
+            and not (self._inside or self._aside)
+            # Nothing was trimmed, as at the end of a turn.
+            and _lengths(output.sampled_token_ids) == generated
+            and (of_slots := self._following.rows_of_slots(getattr(output, "req_ids", None), rows)) is not None
+        ):
+            ordinary = self._ordinary
+            ordinary.append(((alike, generated, of_slots), None))
+            if len(ordinary) >= _TOGETHER:
+                self._count_waiting()
+            return
         ended: Set[str] = _nobody
         if len(scheduler.finished_req_ids) != len(finished_before):
             ended = scheduler.finished_req_ids - finished_before
         following = self._following
         trimmed: Sequence[tuple[str, int, int]] | None = None
+        drafts = step.scheduled_spec_decode_tokens
         if (
             isinstance(generated, bytes)
             and len(generated) == len(rows)
             # Every row with tokens went out, and nothing without tokens did.
-            and sum(map(len, parts)) == len(generated) - generated.count(0) > 0
+            and served == len(generated) - generated.count(0) > 0
             # No request failed inside the call, or left the running ones in another way than by finishing.
             and not self._inside
             and len(scheduler.running) == running - len(ended)
@@ -177,25 +208,20 @@ class StepTally:
             and not (self._aside or 0 in generated or following.follows(new))
             and (of_slots := following.rows_of_slots(getattr(output, "req_ids", None), rows)) is not None
         ):
-            drafts = step.scheduled_spec_decode_tokens
-            ordinary = Ordinary(
-                (alike, generated, of_slots),
+            changes = Changes(
                 [rows[request_id] for request_id in new],
                 [(alike if request_id in drafts else 0, got, out) for request_id, got, out in trimmed],
                 len(ended),
             )
+            changing = (alike, generated, of_slots), changes
             if births or following.follows(ended):  # the places of candidates change
                 tokens = [generated[rows[request.request_id]] for _, request in births]
-                self._do(partial(self._count_changing, ordinary, births, tokens, drafts, ended, trimmed))
+                self._do(partial(self._count_changing, changing, births, tokens, drafts, ended, trimmed))
             else:
-                self._ordinary.append(ordinary)
-                if len(self._ordinary) >= _TOGETHER and self._reading.acquire(blocking=False):
-                    try:
-                        self._catch_up()
-                    finally:
-                        self._reading.release()
+                self._ordinary.append(changing)
+                if len(self._ordinary) >= _TOGETHER:
+                    self._count_waiting()
         else:
-            drafts = step.scheduled_spec_decode_tokens
             if drafts:
                 drafts = _valid_drafts(step, drafts)
             if trimmed is None or not isinstance(generated, bytes):
@@ -206,15 +232,21 @@ class StepTally:
         if ended and not scheduler.requests:
             self.owner.listener.engine_idle()
 
+    def _count_waiting(self) -> None:
+        """Count the ordinary steps in the line, or leave it to whoever reads."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._catch_up()
+            finally:
+                self._reading.release()
+
     def _count_ordinary(self, steps: Sequence[Ordinary]) -> None:
-        for each in steps:
-            self._sums.add_ordinary(each)
-            self._finished += each.ended
-        self._following.alike([each.step for each in steps])
+        self._finished += self._sums.add_ordinary(steps)
+        self._following.alike([step for step, _ in steps])
 
     def _count_changing(
         self,
-        ordinary: Ordinary,
+        step: Ordinary,
         births: Sequence[Birth],
         tokens: Sequence[int],
         drafts: Container[str],
@@ -223,7 +255,7 @@ class StepTally:
     ) -> None:
         """An ordinary step in which candidates began, each with so many tokens, or ended."""
         following = self._following
-        self._count_ordinary([ordinary])
+        self._count_ordinary([step])
         following.born(births, tokens)
         for request_id, got, out in trimmed:
             following.trimmed(request_id, got - out, verified=request_id in drafts)
@@ -382,17 +414,35 @@ class _StepSums:
         self._undrafted += sum(generated) - sum(drafted)
         return 0
 
-    def add_ordinary(self, ordinary: Ordinary) -> None:
-        """Note an ordinary step."""
-        alike, generated, _ = ordinary.step
-        tokens: bytes | bytearray = generated
-        if ordinary.new:
-            tokens = bytearray(generated)
-            for row in ordinary.new:
-                self._undrafted += tokens[row]
-                tokens[row] = 0  # of those without tokens the drafts do not matter
-        self._log((bytes((alike,)) if alike < 256 else [alike]) * len(tokens), tokens)
-        self._trims.update(ordinary.trimmed)
+    def add_ordinary(self, steps: Iterable[Ordinary]) -> int:
+        """Note ordinary steps, and return how many generations ended in them."""
+        ended = 0
+        by_drafts: dict[int, list[bytes | bytearray]] = {}
+        for (alike, generated, _), changes in steps:
+            tokens: bytes | bytearray = generated
+            if changes is not None:
+                ended += changes.ended
+                self._trims.update(changes.trimmed)
+                if changes.new:
+                    tokens = bytearray(generated)
+                    for row in changes.new:
+                        self._undrafted += tokens[row]
+                        tokens[row] = 0  # of those without tokens the drafts do not matter
+            by_drafts.setdefault(alike, []).append(tokens)
+        for drafts, all_tokens in by_drafts.items():
+            self._add_alike(drafts, b"".join(all_tokens))
+        return ended
+
+    def _add_alike(self, drafts: int, tokens: bytes) -> None:
+        """Note parts in steps that all had as many drafts."""
+        left = len(tokens)
+        for got in (*range(1, min(drafts + 2, 256)), 0):
+            if times := tokens.count(got):
+                self._pairs[drafts, got] += times
+                left -= times
+                if not left:
+                    return
+        self._pairs.update((drafts, got) for got in tokens if got > drafts + 1)  # which no version does
 
     def _log(self, drafts: Lengths, tokens: bytes | bytearray) -> None:
         if not isinstance(drafts, bytes):
@@ -559,13 +609,6 @@ def _ids_are_randomised() -> bool:
         return not disabled
     request = getattr(sys.modules.get("vllm.v1.engine"), "EngineCoreRequest", None)
     return "external_req_id" in getattr(request, "__struct_fields__", ())
-
-
-def _has_invalid(step: Any) -> bool:
-    """Whether drafts of a step without new requests may be invalid; see `_valid_drafts`."""
-    return bool(
-        getattr(step.scheduled_cached_reqs, "resumed_req_ids", None) or getattr(step, "num_invalid_spec_tokens", None)
-    )
 
 
 def _valid_drafts(step: Any, drafts: dict[str, Any]) -> dict[str, Any]:

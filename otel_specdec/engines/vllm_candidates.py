@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
@@ -181,10 +181,15 @@ class Following:
                     followed.verify += 1
                     followed.emitted += emitted
 
-    def _add_up(self, followed: Followed) -> None:
+    def _add_up(self, followed: Followed, tokens_of_slots: Sequence[int] = ()) -> None:
+        """Read what it did from the log; `tokens_of_slots` says it for those who were there since its beginning."""
         slot = followed.slot
         if steps := self._alike_steps - followed.alike_steps:
-            tokens = sum([generated[of_slots[slot]] for _, generated, of_slots in self._alike[followed.since_alike :]])
+            if tokens_of_slots and not followed.since_alike:
+                tokens = tokens_of_slots[slot]
+            else:
+                alike = self._alike[followed.since_alike :]
+                tokens = sum([generated[of_slots[slot]] for _, generated, of_slots in alike])
             followed.verify += steps
             followed.proposed += self._alike_drafts - followed.alike_drafts
             followed.accepted += tokens - steps
@@ -201,8 +206,14 @@ class Following:
         followed.alike_steps, followed.alike_drafts = self._alike_steps, self._alike_drafts
 
     def _add_all_up(self) -> None:
+        columns: list[Iterable[int]] = []
+        for (drafts, of_slots), steps in itertools.groupby(self._alike, itemgetter(0, 2)):
+            summed = _summed([generated for _, generated, _ in steps], drafts + 1)
+            columns.extend(map(tokens.__getitem__, of_slots) for tokens in summed)
+        # Slots that are not in all of these steps are of nobody who was there since the log's beginning.
+        tokens_of_slots = [*map(sum, zip(*columns, strict=False))]
         for followed in self._by_id.values():
-            self._add_up(followed)
+            self._add_up(followed, tokens_of_slots)
             followed.since_alike = followed.since_mixed = 0
         self._alike.clear()
         self._mixed.clear()
@@ -248,3 +259,18 @@ class Following:
         for followed in self._by_id.values():
             followed.begin(self._alike_steps, self._alike_drafts, 0, 0)
         return self._candidates.drain()
+
+
+def _summed(steps: Sequence[bytes], most: int) -> Iterator[bytes]:
+    """The tokens of each row in all of these steps, as bytes that are to be added; usually `most` in a step at most.
+
+    Whole steps are added as one long number each, as many as leave every byte without a carry into the next.
+    """
+    together = max(1, 255 // most)
+    for start in range(0, len(steps), together):
+        some = steps[start : start + together]
+        if len(some) == 1 or b"".join(some).translate(None, bytes(range(most + 1))):  # more than that occurs
+            yield from some
+        else:
+            total = sum([int.from_bytes(each, "little") for each in some])
+            yield total.to_bytes(max(map(len, some)), "little")

@@ -201,7 +201,7 @@ class World:
         half = len(outputs) // 2
         clients = {0: SimpleNamespace(outputs=outputs[:half]), 1: SimpleNamespace(outputs=outputs[half:])}
         self.tally.stepping = False
-        was_busy = bool(self.scheduler.finished_req_ids - before.finished)
+        was_busy = bool(self.scheduler.finished_req_ids - before[-1])
         self.tally.after_step(self.scheduler, step, output, before, clients)
         self.became_idle += was_busy and not self.scheduler.requests
 
@@ -344,7 +344,8 @@ def test_numbers_of_any_size_are_counted(length: int, drafts_only: bool) -> None
     assert sums.add_step(drafts, bytes([tokens, 1, 5]), {"a": 0, "b": 1, "c": 2}) == 0
     alike = sums.add_step(dict.fromkeys("ab", [7] * length), bytes([tokens, tokens]), {"a": 0, "b": 1})
     assert alike == length
-    sums.add_ordinary(adapter.Ordinary((length, bytes([tokens, 4, 9]), ()), [2], [(length, 4, 3)], 1))
+    changes = adapter.Changes([2], [(length, 4, 3)], 1)
+    assert sums.add_ordinary([((length, bytes([tokens, 4, 9]), ()), changes)]) == 1
     counted = {step: times for step, times in sums.steps().items() if times and step[1]}
     assert counted == {(length, tokens, tokens): 4, (3, 1, 1): 1, (length, 4, 3): 1, (0, 14, 14): 1}
 
@@ -363,7 +364,7 @@ def test_a_new_request_whose_first_tokens_are_trimmed_had_no_drafts() -> None:
     )
     output = SimpleNamespace(req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=[[1] * 3, [1] * 3])
     before = tally.before_step(scheduler, step, output)
-    assert before.alike == K
+    assert before[1] == K
     del output.sampled_token_ids[1][1:]
     scheduler.running.remove("b")
     scheduler.finished_req_ids.add("b")
