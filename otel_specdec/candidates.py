@@ -92,9 +92,10 @@ class Candidates(Generic[C]):
     @property
     def bar(self) -> float:
         """A birth gets a place if its random number is below this: 1.0 while there are free places, 0.0 without any."""
-        if len(self._young) < self._free:
+        young = self._young  # once: a drain on another thread puts another list in its place
+        if len(young) < self._free:
             return 1.0
-        return -self._young[0][0] if self._young else 0.0
+        return -young[0][0] if young else 0.0
 
     def entering(self, orders: Sequence[float]) -> Sequence[int]:
         """Which of so many births, with these random numbers drawn before, may get a place; others get none."""

@@ -19,9 +19,10 @@ import random
 import re
 import sys
 import threading
+import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +32,7 @@ from otel_specdec.candidates import choose
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.engines.hooking import is_hook
-from otel_specdec.engines.vllm_candidates import AlikeStep, Birth, Followed, Following
+from otel_specdec.engines.vllm_candidates import AlikeStep, Birth, Entered, Followed, Following, Places
 from otel_specdec.engines.vllm_front_end import FrontHooks
 from otel_specdec.engines.vllm_shared import describe_config, hook, logger
 from otel_specdec.names import MAX_POSITIONS
@@ -64,8 +65,11 @@ class Changes(NamedTuple):
     """How an ordinary step changed who runs."""
 
     new: Sequence[int]  # rows without drafts
-    trimmed: Sequence[Step]
-    ended: int
+    births: Sequence[Entered]
+    ended: Set[str]
+    trimmed: Sequence[tuple[str, int, int]]  # id, sampled, emitted
+    undrafted: Set[str]  # ids of those among the trimmed who had no drafts
+    unix_nano: int
 
 
 Ordinary = tuple[AlikeStep, Changes | None]
@@ -85,12 +89,12 @@ class StepTally:
         self.stepping = self.finishing = False  # while vLLM's own method runs
         self._scheduler = weakref.ref(scheduler)
         self._reading = threading.Lock()
-        self._ordinary: deque[Ordinary] = deque()  # steps that are not counted yet, all before what is put aside
-        self._aside: deque[Callable[[], None]] = deque()
+        self._line: deque[Ordinary | Callable[[], None]] = deque()  # what is not counted yet
         self._sums = _StepSums()
         self._finished = 0
         self._resumable = False  # whether a request ever was: only those have a turn that ends without finishing them
         self._paused_sessions: set[str] = set()
+        self._places = Places()
         self._following = Following()
         self._inside: list[tuple[str, bool]] = []  # aborted while `update_from_output` ran
 
@@ -142,7 +146,8 @@ class StepTally:
     def _births(self, scheduler: Any, new: Sequence[str]) -> list[Birth]:
         births = []
         bar = self._following.bar
-        for request in map(scheduler.requests.get, new):
+        for request_id in new:
+            request = scheduler.requests.get(request_id)
             if request is None:
                 continue
             if getattr(request, "resumable", False):
@@ -160,7 +165,7 @@ class StepTally:
         costs is less its instructions than that the model's run before it left nothing of ours in the caches,
         neither code nor data.
         """
-        generated, alike, new, births, running, finished_before = before
+        generated, alike, new, _, running, finished_before = before
         rows = output.req_id_to_index
         # 0.9.0 returns one EngineCoreOutputs, later versions one for each client.
         parts = []
@@ -178,111 +183,112 @@ class StepTally:
             # Nobody ended, failed inside the call, or left the running ones in another way.
             and len(scheduler.finished_req_ids) == len(finished_before)
             and len(scheduler.running) == running
-            and not (self._inside or self._aside)
+            and not self._inside
             # Nothing was trimmed, as at the end of a turn.
             and _lengths(output.sampled_token_ids) == generated
-            and (of_slots := self._following.rows_of_slots(getattr(output, "req_ids", None), rows)) is not None
+            and (of_places := self._places.rows(getattr(output, "req_ids", None), rows)) is not None
         ):
-            ordinary = self._ordinary
-            ordinary.append(((alike, generated, of_slots), None))
-            if len(ordinary) >= _TOGETHER:
-                self._count_waiting()
+            self._line.append(((alike, generated, of_places), None))
+            if len(self._line) >= _TOGETHER:
+                self._count_line()
             return
+        self._after_other_step(scheduler, step, output, before, parts)
+
+    def _after_other_step(
+        self, scheduler: Any, step: Any, output: Any, before: Before, parts: Sequence[Sequence[Any]]
+    ) -> None:
+        """Count a step in which something changed, or went astray."""
+        generated, alike, new, births, running, finished_before = before
+        rows = output.req_id_to_index
+        places = self._places
         ended: Set[str] = _nobody
         if len(scheduler.finished_req_ids) != len(finished_before):
             ended = scheduler.finished_req_ids - finished_before
-        following = self._following
+        came_back = bool(new) and places.holds(new)
+        entered = places.enter(births) if births else ()
         trimmed: Sequence[tuple[str, int, int]] | None = None
         drafts = step.scheduled_spec_decode_tokens
-        if (
+        if not (
             isinstance(generated, bytes)
             and len(generated) == len(rows)
             # Every row with tokens went out, and nothing without tokens did.
-            and served == len(generated) - generated.count(0) > 0
+            and sum(map(len, parts)) == len(generated) - generated.count(0) > 0
             # No request failed inside the call, or left the running ones in another way than by finishing.
             and not self._inside
             and len(scheduler.running) == running - len(ended)
             and not (ended and self._resumable)
             and (trimmed := _trimmed(ended, rows, generated, output.sampled_token_ids)) is not None
-            and alike
-            and not (self._aside or 0 in generated or following.follows(new))
-            and (of_slots := following.rows_of_slots(getattr(output, "req_ids", None), rows)) is not None
         ):
+            delivered, stopped, turns = _delivered(scheduler, parts)
+            valid = _valid_drafts(step, drafts) if drafts else drafts
+            self._do(self._count, delivered, stopped, turns, valid, generated, rows, entered)
+            places.leave(stopped)
+            self._settle_inside()
+        elif (
+            alike
+            and 0 not in generated
+            and not came_back
+            and (of_places := places.rows(getattr(output, "req_ids", None), rows)) is not None
+        ):
+            undrafted = trimmed and ended - drafts.keys()
             changes = Changes(
                 [rows[request_id] for request_id in new],
-                [(alike if request_id in drafts else 0, got, out) for request_id, got, out in trimmed],
-                len(ended),
+                entered,
+                ended,
+                trimmed,
+                undrafted or _nobody,
+                time.time_ns() if ended else 0,
             )
-            changing = (alike, generated, of_slots), changes
-            if births or following.follows(ended):  # the places of candidates change
-                tokens = [generated[rows[request.request_id]] for _, request in births]
-                self._do(partial(self._count_changing, changing, births, tokens, drafts, ended, trimmed))
-            else:
-                self._ordinary.append(changing)
-                if len(self._ordinary) >= _TOGETHER:
-                    self._count_waiting()
+            self._line.append(((alike, generated, of_places), changes))
+            places.leave(ended)
+            if len(self._line) >= _TOGETHER:
+                self._count_line()
         else:
-            if drafts:
-                drafts = _valid_drafts(step, drafts)
-            if trimmed is None or not isinstance(generated, bytes):
-                self._do(partial(self._count, *_delivered(scheduler, parts), drafts, generated, rows, births))
-                self._settle_inside()
-            else:
-                self._do(partial(self._count_delivered, drafts, generated, rows, births, ended, trimmed))
+            valid = _valid_drafts(step, drafts) if drafts else drafts
+            of_candidates = places.rows_and_drafts(rows, valid) if places else None
+            self._do(self._count_mixed, valid, generated, rows, of_candidates, entered, ended, trimmed)
+            places.leave(ended)
         if ended and not scheduler.requests:
             self.owner.listener.engine_idle()
 
-    def _count_waiting(self) -> None:
-        """Count the ordinary steps in the line, or leave it to whoever reads."""
-        if self._reading.acquire(blocking=False):
-            try:
-                self._catch_up()
-            finally:
-                self._reading.release()
-
     def _count_ordinary(self, steps: Sequence[Ordinary]) -> None:
-        self._finished += self._sums.add_ordinary(steps)
-        self._following.alike([step for step, _ in steps])
-
-    def _count_changing(
-        self,
-        step: Ordinary,
-        births: Sequence[Birth],
-        tokens: Sequence[int],
-        drafts: Container[str],
-        ended: Set[str],
-        trimmed: Sequence[tuple[str, int, int]],
-    ) -> None:
-        """An ordinary step in which candidates began, each with so many tokens, or ended."""
+        self._sums.add_ordinary(steps)
         following = self._following
-        self._count_ordinary([step])
-        following.born(births, tokens)
-        for request_id, got, out in trimmed:
-            following.trimmed(request_id, got - out, verified=request_id in drafts)
-        following.finished(ended)
+        for step, changes in steps:
+            following.alike(step)
+            if changes is not None:
+                _, generated, of_places = step
+                following.born(changes.births, [generated[of_places[each.place]] for each in changes.births])
+                for request_id, got, out in changes.trimmed:
+                    following.trimmed(request_id, got - out, verified=request_id not in changes.undrafted)
+                self._finished += len(changes.ended)
+                following.finished(changes.ended, changes.unix_nano)
+        following.tidy()
 
-    def _count_delivered(
+    def _count_mixed(
         self,
         drafts: Mapping[str, Any],
         generated: bytes,
         rows: Mapping[str, int],
-        births: Sequence[Birth],
+        of_candidates: tuple[list[int], list[int]] | None,
+        births: Sequence[Entered],
         ended: Set[str],
         trimmed: Sequence[tuple[str, int, int]],
     ) -> None:
         """A step in which every token went out but what was trimmed off requests that finished: all rows at once."""
         following = self._following
-        alike = self._sums.add_step(drafts, generated, rows)
+        self._sums.add_step(drafts, generated, rows)
         following.born(births, itertools.repeat(0))
-        if following:
-            following.step(drafts, generated, rows, alike)
+        if of_candidates and following:
+            following.mixed(*of_candidates, generated)
         for request_id, sampled, emitted in trimmed:
             valid = len(drafts.get(request_id, ()))
             self._sums.trim((valid, sampled, emitted))
             following.trimmed(request_id, sampled - emitted, verified=valid > 0)
         if ended:
             self._finished += len(ended)
-            following.finished(ended)
+            following.finished(ended, time.time_ns())
+        following.tidy()
 
     def _count(
         self,
@@ -292,7 +298,7 @@ class StepTally:
         drafts: Mapping[str, Any],
         generated: Lengths,
         rows: Mapping[str, int],
-        births: Sequence[Birth],
+        births: Sequence[Entered],
     ) -> None:
         """The plain way, for steps in which something went astray: request by request."""
         self._following.born(births, itertools.repeat(0))
@@ -305,7 +311,7 @@ class StepTally:
         for request_id in stopped:
             self._finished += 1
             self._paused_sessions.discard(request_id)
-        self._following.finished(stopped)
+        self._following.finished(stopped, time.time_ns())
         if turns:
             self._resumable = True
             self._paused_sessions.update(turns)
@@ -321,7 +327,8 @@ class StepTally:
         if self.stepping:  # the call came from inside `update_from_output`
             self._inside += taken
         elif taken:
-            self._do(partial(self._aborted, taken))
+            self._do(self._aborted, taken)
+            self._places.leave([request_id for request_id, _ in taken])
             if not scheduler.requests:
                 self.owner.listener.engine_idle()
 
@@ -329,38 +336,59 @@ class StepTally:
         """Count the requests that failed inside `update_from_output`, after the step that may have served them."""
         taken, self._inside = self._inside, []
         if taken:
-            self._do(partial(self._aborted, taken))
+            self._do(self._aborted, taken)
+            self._places.leave([request_id for request_id, _ in taken])
 
     def _aborted(self, taken: list[tuple[str, bool]]) -> None:
         for request_id, has_tokens in taken:
             # A resumed session's earlier output has become part of its prompt.
             if has_tokens or request_id in self._paused_sessions:
                 self._finished += 1
-                self._following.finished((request_id,))
+                self._following.finished((request_id,), time.time_ns())
             else:
                 self._following.gone(request_id)
             self._paused_sessions.discard(request_id)
 
-    def _do(self, change: Callable[[], None]) -> None:
+    def _do(self, change: Callable[..., None], *arguments: Any) -> None:
         """Apply a change to the sums, now, or when whoever reads them is done. On the engine's thread."""
         if self._reading.acquire(blocking=False):
             try:
                 self._catch_up()
-                change()
+                change(*arguments)
+                self._renew_places()
             finally:
                 self._reading.release()
         else:
-            self._aside.append(change)
+            # The engine may use its dictionaries again for the next step.
+            kept = [dict(each) if isinstance(each, dict) else each for each in arguments]
+            self._line.append(partial(change, *kept))
+
+    def _count_line(self) -> None:
+        """Count what is in the line, or leave it to whoever is reading. On the engine's thread."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._catch_up()
+                self._renew_places()
+            finally:
+                self._reading.release()
+
+    def _renew_places(self) -> None:
+        if self._places.crowded:
+            self._following.renew(self._places)
 
     def _catch_up(self) -> None:
-        if self._ordinary:
-            self._count_ordinary([self._ordinary.popleft() for _ in range(len(self._ordinary))])
-        while self._aside:
-            try:
-                self._aside[0]()
-            finally:
-                # Not before: while something is aside, the engine's thread looks up no places that it may change.
-                self._aside.popleft()
+        line = self._line
+        steps: list[Ordinary] = []
+        for _ in range(len(line)):
+            each = line.popleft()
+            if isinstance(each, tuple):
+                steps.append(each)
+            else:
+                self._count_ordinary(steps)
+                steps = []
+                each()
+        if steps:
+            self._count_ordinary(steps)
 
     def take(self) -> Taken:
         """See `engines.Tally`. On the collecting thread; the engine's does not wait for it."""
@@ -387,42 +415,34 @@ class _StepSums:
         self._trims: Counter[Step] = Counter()  # in the above as emitted whole, but they were trimmed
         self._undrafted = 0  # tokens of requests without drafts
 
-    def add_step(self, drafts: Mapping[str, Any], generated: bytes, rows: Mapping[str, int]) -> int:
+    def add_step(self, drafts: Mapping[str, Any], generated: bytes, rows: Mapping[str, int]) -> None:
         """Note a step whose tokens all went out.
 
         Args:
             drafts: valid drafts, by request.
             generated: tokens of each row.
             rows: the row of each request in the step.
-
-        Returns:
-            How many drafts (≥ 1) every request had, if all had as many and got a token, else 0.
         """
         if not drafts:
             self._undrafted += sum(generated)
-            return 0
-        lengths = _lengths(drafts.values())
+            return
         try:
             drafted = bytes(map(generated.__getitem__, map(rows.__getitem__, drafts)))
         except KeyError:  # drafts of somebody who is not in the step
             lengths = _lengths([*map(drafts.get, rows, _nothing)])
             self._log(lengths, bytes(map(generated.__getitem__, rows.values())))
-            return 0
-        self._log(lengths, drafted)
-        if len(drafted) == len(generated) and 0 not in generated and lengths.count(lengths[0]) == len(lengths):
-            return lengths[0]
-        self._undrafted += sum(generated) - sum(drafted)
-        return 0
+        else:
+            self._log(_lengths(drafts.values()), drafted)
+            self._undrafted += sum(generated) - sum(drafted)
 
-    def add_ordinary(self, steps: Iterable[Ordinary]) -> int:
-        """Note ordinary steps, and return how many generations ended in them."""
-        ended = 0
+    def add_ordinary(self, steps: Iterable[Ordinary]) -> None:
+        """Note ordinary steps."""
         by_drafts: dict[int, list[bytes | bytearray]] = {}
         for (alike, generated, _), changes in steps:
             tokens: bytes | bytearray = generated
             if changes is not None:
-                ended += changes.ended
-                self._trims.update(changes.trimmed)
+                for request_id, sampled, emitted in changes.trimmed:
+                    self._trims[0 if request_id in changes.undrafted else alike, sampled, emitted] += 1
                 if changes.new:
                     tokens = bytearray(generated)
                     for row in changes.new:
@@ -431,7 +451,6 @@ class _StepSums:
             by_drafts.setdefault(alike, []).append(tokens)
         for drafts, all_tokens in by_drafts.items():
             self._add_alike(drafts, b"".join(all_tokens))
-        return ended
 
     def _add_alike(self, drafts: int, tokens: bytes) -> None:
         """Note parts in steps that all had as many drafts."""

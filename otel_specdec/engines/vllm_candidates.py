@@ -1,43 +1,129 @@
 """The bounded number of vLLM generations that are followed one by one, as candidates for exemplars.
 
-On the engine's thread, once a step: what it may cost is a few passes at C speed over at most 68 places.
+The engine's thread notes in each step where their rows are (`Places`), at C speed; what they did is read from that
+later, for many steps together, on whichever thread counts them (`Following`).
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from otel_specdec.candidates import Candidate, Candidates
+from otel_specdec.candidates import PICKS, PLACES, Candidate, Candidates
 
 Birth = tuple[float, Any]
 """A request that had no token yet, and the random number that it drew."""
 
 AlikeStep = tuple[int, bytes, Sequence[int]]
-"""The drafts (≥ 1) that every candidate had, the tokens (≥ 1) of each row, and the row of each slot."""
+"""The drafts (≥ 1) that every candidate had, the tokens (≥ 1) of each row, and the row of each place."""
 
 _nothing: Final = itertools.repeat(())
-_no_row: Final = itertools.repeat(-1)  # the entry that stands behind the last row
+_no_row: Final = itertools.repeat(-1)
+
+
+class Entered(NamedTuple):
+    """A birth, and the place where its rows are looked up."""
+
+    order: float
+    request: Any
+    place: int
+
+
+class Places:
+    """Where the candidates' rows are looked up: a list of ids. Of the engine's thread alone.
+
+    A place is never given to another as long as a step that is not counted yet may speak of it. So the list grows,
+    until it is `crowded` and somebody who has counted all calls `renew`.
+    """
+
+    _NOBODY: Final = ""  # no request has this id
+    _CROWD: Final = 2 * (PLACES + PICKS)
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._by_id: dict[str, int] = {}
+        self._left = 0  # places of nobody
+        self._row_ids: Sequence[str] | None = None  # whose the rows were when they were looked up, and
+        self._rows: Sequence[int] = ()  # where they stood
+
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are so many that it is time for new ones."""
+        return len(self._ids) > self._CROWD
+
+    def holds(self, request_ids: Iterable[str]) -> bool:
+        """Whether one of these has a place."""
+        return not self._by_id.keys().isdisjoint(request_ids)
+
+    def enter(self, births: Iterable[Birth]) -> list[Entered]:
+        """Give them places: but for those without an id, who could not be named, and those who have one already."""
+        entered = []
+        for order, request in births:
+            request_id = request.request_id
+            if request_id and request_id not in self._by_id:  # preempted before its first token, and back
+                entered.append(Entered(order, request, len(self._ids)))
+                self._by_id[request_id] = len(self._ids)
+                self._ids.append(request_id)
+                self._rows = ()
+        return entered
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """These ended, whether they have a place or not."""
+        for request_id in request_ids:
+            place = self._by_id.pop(request_id, None)
+            if place is not None:
+                self._ids[place] = self._NOBODY
+                self._left += 1
+                self._rows = ()
+
+    def rows(self, row_ids: Sequence[str] | None, rows: Mapping[str, int]) -> Sequence[int] | None:
+        """The row of each place, -1 for nobody's; None where somebody is not in this step.
+
+        Most steps have the rows of the step before, and two lists of the same ids are compared without a look at them.
+        """
+        if not self._ids:
+            return ()
+        if not (self._rows and row_ids and row_ids == self._row_ids):
+            found = [*map(rows.get, self._ids, _no_row)]
+            if found.count(-1) != self._left:
+                return None
+            self._rows = found
+            self._row_ids = row_ids and list(row_ids)
+        return self._rows
+
+    def rows_and_drafts(
+        self, rows: Mapping[str, int], drafts: Mapping[str, Sequence[Any]]
+    ) -> tuple[list[int], list[int]]:
+        """The row of each place, -1 where it has none, and how many drafts it has."""
+        return [*map(rows.get, self._ids, _no_row)], [*map(len, map(drafts.get, self._ids, _nothing))]
+
+    def renew(self, request_ids: Iterable[str]) -> None:
+        """These have the places from now on, in this order."""
+        self._ids = list(request_ids)
+        self._by_id = dict(zip(self._ids, itertools.count(), strict=False))
+        self._left = 0
+        self._rows = ()
 
 
 class Followed(Candidate):
     """A candidate for exemplars: its ids, and what it did since the last drain (but for what is in the log still)."""
 
     __slots__ = (
-        "accepted", "alike_drafts", "alike_steps", "completion", "emitted", "proposed", "request_id", "session_id",
-        "since_alike", "since_mixed", "slot", "trace_headers", "verify",
+        "accepted", "alike_drafts", "alike_steps", "completion", "emitted", "place", "proposed", "request_id",
+        "session_id", "since_alike", "since_mixed", "trace_headers", "verify",
     )  # fmt: skip
 
-    def __init__(self, order: float, request: Any) -> None:
+    def __init__(self, order: float, request: Any, place: int) -> None:
         super().__init__(order)
         self.request_id: str = request.request_id
         self.session_id = getattr(request, "session_id", None)
         self.trace_headers = getattr(request, "trace_headers", None)
-        self.slot = -1
+        self.place = place
         self.begin(0, 0, 0, 0)
 
     def begin(self, alike_steps: int, alike_drafts: int, since_alike: int, since_mixed: int) -> None:
@@ -48,117 +134,54 @@ class Followed(Candidate):
 
 
 class Following:
-    """The candidates, each in a slot. A step notes where their rows are, at C speed, in a short log.
+    """The candidates. Steps go into a short log; whoever calls has to guard it.
 
     What a candidate did is read from the log when it finishes, and for all of them when the log is full. Of a step in
     which every request has equally many drafts only the generated tokens are logged; how many steps and drafts there
     were is the same for all.
     """
 
-    _FREE: Final = ""  # no request has this id
-    _ROWS: Final = 32
+    _FULL: Final = 32
 
     def __init__(self) -> None:
         self._candidates: Candidates[Followed] = Candidates(self._leave)
         self._by_id: dict[str, Followed] = {}
-        self._ids: list[str] = []  # by slot
-        self._free: list[int] = []  # a heap: low slots first, so that there are few
-        self._find: Callable[[Mapping[str, int]], tuple[int, ...]] | None = None  # the slots' rows; None: to be made
-        self._row_ids: Sequence[str] | None = None  # whose the rows were when the slots were looked up, and
-        self._of_slots: Sequence[int] = ()  # where they stood
         self._alike: list[AlikeStep] = []
         self._alike_steps = 0  # such steps, ever, and the drafts that each request had in them
         self._alike_drafts = 0
-        self._mixed: list[tuple[list[int], Sequence[int], bytes]] = []  # valid drafts of each slot; the same two
+        self._mixed: list[tuple[list[int], bytes]] = []  # valid drafts and tokens of each place
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
 
     @property
     def bar(self) -> float:
-        """A birth may become a candidate if its random number is below this; see `Candidates.bar`."""
+        """A birth may become a candidate if its random number is below this; see `Candidates.bar`. Any thread asks."""
         return self._candidates.bar
 
-    def follows(self, request_ids: Iterable[str]) -> bool:
-        """Whether one of these is a candidate."""
-        return not self._by_id.keys().isdisjoint(request_ids)
-
-    def born(self, births: Iterable[Birth], tokens: Iterable[int]) -> None:
+    def born(self, births: Iterable[Entered], tokens: Iterable[int]) -> None:
         """Generations had their first step; in a step that is noted already each got so many tokens."""
-        for (order, request), number in zip(births, tokens, strict=False):
-            # Without an id there is nothing to name it by; or it was preempted before its first token, and is back.
-            if request.request_id and request.request_id not in self._by_id:
-                self._enter(order, request, number)
+        for (order, request, place), number in zip(births, tokens, strict=False):
+            followed = self._candidates.born(lambda order: Followed(order, request, place), order)  # noqa: B023
+            if followed is not None:
+                followed.begin(self._alike_steps, self._alike_drafts, len(self._alike), len(self._mixed))
+                followed.completion = number
+                self._by_id[followed.request_id] = followed
 
-    def _enter(self, order: float, request: Any, tokens: int) -> None:
-        followed = self._candidates.born(lambda order: Followed(order, request), order)
-        if followed is None:
-            return
-        slot = len(self._ids)
-        while self._free:
-            free = heapq.heappop(self._free)
-            if free < slot:
-                slot = free
-                break
-        if slot == len(self._ids):
-            self._ids.append(followed.request_id)
-        else:
-            self._ids[slot] = followed.request_id
-        self._find, self._of_slots = None, ()
-        followed.slot = slot
-        followed.begin(self._alike_steps, self._alike_drafts, len(self._alike), len(self._mixed))
-        followed.completion = tokens
-        self._by_id[followed.request_id] = followed
+    def alike(self, step: AlikeStep) -> None:
+        """Note a step in which everybody had as many drafts."""
+        self._alike.append(step)
+        self._alike_steps += 1
+        self._alike_drafts += step[0]
 
-    def rows_of_slots(self, row_ids: Sequence[str] | None, rows: Mapping[str, int]) -> Sequence[int] | None:
-        """The row of each slot; None where somebody is not in this step.
+    def mixed(self, rows: Sequence[int], drafts: list[int], generated: bytes) -> None:
+        """Note a step whose tokens all went out: the row of each place (-1 for none), its drafts, tokens by row."""
+        self._mixed.append((drafts, bytes(map((generated + b"\0").__getitem__, rows))))
 
-        Most steps have the rows of the step before, and two lists of the same ids are compared without a look at them.
-        """
-        if not self._by_id:
-            return ()
-        if not (self._of_slots and row_ids and row_ids == self._row_ids):
-            try:
-                self._of_slots = (self._find or self._new_find())(rows)
-            except KeyError:
-                return None
-            self._row_ids = row_ids and list(row_ids)
-        return self._of_slots
-
-    def step(self, drafts: Mapping[str, Any], generated: bytes, rows: Mapping[str, int], alike: int) -> None:
-        """Note a step whose tokens all went out.
-
-        Args:
-            drafts: valid drafts, by request.
-            generated: tokens of each row.
-            rows: the row of each request in the step.
-            alike: how many drafts each followed request had, where all had as many and got a token, else 0.
-        """
-        try:
-            of_slots: Sequence[int] = (self._find or self._new_find())(rows)
-        except KeyError:  # somebody is not in this step
-            of_slots, generated, alike = [*map(rows.get, self._ids, _no_row)], generated + b"\0", 0
-        if alike:
-            self.alike([(alike, generated, of_slots)])
-            return
-        self._mixed.append(([*map(len, map(drafts.get, self._ids, _nothing))], of_slots, generated))
-        if len(self._mixed) >= self._ROWS:
+    def tidy(self) -> None:
+        """Read the log for everybody where it is full."""
+        if len(self._alike) >= self._FULL or len(self._mixed) >= self._FULL:
             self._add_all_up()
-
-    def alike(self, steps: Sequence[AlikeStep]) -> None:
-        """Note steps in which everybody had as many drafts; the rows in them are by today's slots."""
-        self._alike += steps
-        self._alike_steps += len(steps)
-        self._alike_drafts += sum([drafts for drafts, _, _ in steps])
-        if len(self._alike) >= self._ROWS:
-            self._add_all_up()
-
-    def _new_find(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-        """What finds the rows of all slots at once; a free slot stands for somebody else's, and nobody reads it."""
-        anybody = next(iter(self._by_id))
-        ids = self._ids if len(self._ids) == len(self._by_id) else [each or anybody for each in self._ids]
-        self._find = itemgetter(*ids, anybody)  # of one id alone it would make no tuple
-        return self._find
 
     def odd_step(
         self,
@@ -181,42 +204,64 @@ class Following:
                     followed.verify += 1
                     followed.emitted += emitted
 
-    def _add_up(self, followed: Followed, tokens_of_slots: Sequence[int] = ()) -> None:
-        """Read what it did from the log; `tokens_of_slots` says it for those who were there since its beginning."""
-        slot = followed.slot
+    def _add_up(
+        self, followed: Followed, tokens_of_places: Sequence[int] = (), mixed: tuple[bytes, bytes, int] | None = None
+    ) -> None:
+        """Read what it did from the log.
+
+        Args:
+            followed: the candidate.
+            tokens_of_places: what they did in alike steps, for those who were there since the log's beginning.
+            mixed: the log of mixed steps as one string of drafts, one of tokens, and the number of places in them.
+        """
+        place = followed.place
         if steps := self._alike_steps - followed.alike_steps:
-            if tokens_of_slots and not followed.since_alike:
-                tokens = tokens_of_slots[slot]
+            if tokens_of_places and not followed.since_alike:
+                tokens = tokens_of_places[place]
             else:
                 alike = self._alike[followed.since_alike :]
-                tokens = sum([generated[of_slots[slot]] for _, generated, of_slots in alike])
+                tokens = sum([generated[rows[place]] for _, generated, rows in alike])
             followed.verify += steps
             followed.proposed += self._alike_drafts - followed.alike_drafts
             followed.accepted += tokens - steps
             followed.completion += tokens
             followed.emitted += tokens
-        for lengths, of_slots, generated in self._mixed[followed.since_mixed :]:
-            tokens = generated[of_slots[slot]]
-            followed.completion += tokens
-            if tokens and lengths[slot]:
-                followed.accepted += tokens - 1
-                followed.proposed += lengths[slot]
-                followed.verify += 1
-                followed.emitted += tokens
+        if mixed is not None:
+            all_drafts, all_tokens, width = mixed
+            own = slice(followed.since_mixed * width + place, None, width)
+            self._add_mixed(followed, all_drafts[own], all_tokens[own])
+        elif len(self._mixed) > followed.since_mixed:
+            since = self._mixed[followed.since_mixed :]
+            self._add_mixed(followed, [drafts[place] for drafts, _ in since], [tokens[place] for _, tokens in since])
         followed.alike_steps, followed.alike_drafts = self._alike_steps, self._alike_drafts
 
+    @staticmethod
+    def _add_mixed(followed: Followed, drafts: Sequence[int], tokens: Sequence[int]) -> None:
+        emitted = sum(itertools.compress(tokens, drafts))
+        verify = sum(map(bool, itertools.compress(tokens, drafts)))
+        followed.completion += sum(tokens)
+        followed.proposed += sum(itertools.compress(drafts, tokens))
+        followed.verify += verify
+        followed.emitted += emitted
+        followed.accepted += emitted - verify
+
     def _add_all_up(self) -> None:
-        columns: list[Iterable[int]] = []
-        for (drafts, of_slots), steps in itertools.groupby(self._alike, itemgetter(0, 2)):
-            summed = _summed([generated for _, generated, _ in steps], drafts + 1)
-            columns.extend(map(tokens.__getitem__, of_slots) for tokens in summed)
-        # Slots that are not in all of these steps are of nobody who was there since the log's beginning.
-        tokens_of_slots = [*map(sum, zip(*columns, strict=False))]
-        for followed in self._by_id.values():
-            self._add_up(followed, tokens_of_slots)
-            followed.since_alike = followed.since_mixed = 0
+        if self._by_id:
+            self._add_up_those_who_run()
         self._alike.clear()
         self._mixed.clear()
+
+    def _add_up_those_who_run(self) -> None:
+        columns: list[Iterable[int]] = []
+        for (drafts, rows), steps in itertools.groupby(self._alike, itemgetter(0, 2)):
+            summed = _summed([generated for _, generated, _ in steps], drafts + 1)
+            columns.extend(map(tokens.__getitem__, rows) for tokens in summed)
+        # Places that are not in all of these steps are of nobody who was there since the log's beginning.
+        tokens_of_places = [*map(sum, zip(*columns, strict=False))]
+        mixed = _in_a_row(self._mixed) if self._mixed else None
+        for followed in self._by_id.values():
+            self._add_up(followed, tokens_of_places, mixed)
+            followed.since_alike = followed.since_mixed = 0
 
     def trimmed(self, request_id: str, tokens: int, *, verified: bool) -> None:
         """So many tokens of its part in the step just noted did not go out; it was a verify step for it, or not."""
@@ -226,11 +271,11 @@ class Following:
             if verified:
                 followed.emitted -= tokens
 
-    def finished(self, request_ids: Iterable[str]) -> None:
+    def finished(self, request_ids: Iterable[str], unix_nano: int) -> None:
         """These generations finished."""
         for followed in filter(None, map(self._by_id.get, request_ids)):
             self._add_up(followed)
-            self._candidates.finish(followed, time.time_ns())
+            self._candidates.finish(followed, unix_nano)
             self._leave(followed)
 
     def gone(self, request_id: str) -> None:
@@ -242,15 +287,16 @@ class Following:
 
     def _leave(self, followed: Followed) -> None:
         del self._by_id[followed.request_id]
-        self._ids[followed.slot] = self._FREE
-        self._find, self._of_slots = None, ()
-        heapq.heappush(self._free, followed.slot)
-        while self._ids and self._ids[-1] == self._FREE:
-            self._ids.pop()
         if not self._by_id:
-            self._free.clear()
             self._alike.clear()
             self._mixed.clear()
+
+    def renew(self, places: Places) -> None:
+        """Give those who are left new places. On the engine's thread, when every step is counted."""
+        self._add_all_up()
+        for place, followed in enumerate(self._by_id.values()):
+            followed.place = place
+        places.renew(self._by_id)
 
     def drain(self) -> list[Followed]:
         """The candidates that finished since the last drain; the others count from 0 again."""
@@ -274,3 +320,13 @@ def _summed(steps: Sequence[bytes], most: int) -> Iterator[bytes]:
         else:
             total = sum([int.from_bytes(each, "little") for each in some])
             yield total.to_bytes(max(map(len, some)), "little")
+
+
+def _in_a_row(steps: Sequence[tuple[Sequence[int], bytes]]) -> tuple[bytes, bytes, int] | None:
+    """Drafts and tokens of all steps, each as one string, and a step's length in them; None if no byte can hold one."""
+    width = max(len(tokens) for _, tokens in steps)
+    try:
+        drafts = b"".join([bytes(drafts).ljust(width, b"\0") for drafts, _ in steps])
+    except ValueError:  # above 255
+        return None
+    return drafts, b"".join([tokens.ljust(width, b"\0") for _, tokens in steps]), width

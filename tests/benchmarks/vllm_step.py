@@ -26,7 +26,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +138,20 @@ def measure(rig: Rig, shape: Shape, steps: int) -> dict[str, list[float]]:
                 sampled_token_ids=[[10, 11, 12][: 1 + len(drafts.get(request_id, ()))] for request_id in scheduled],
             )
             tally: Any = vllm.Hooks._installed.tally_for(rig.scheduler)  # type: ignore[union-attr]
-            waiting = len(tally._ordinary)
+            waiting = len(tally._line)
             name = order[number % len(order)]
             update = variants[name]
             start = time.perf_counter()
             update(rig.scheduler, step, output)
             took = (time.perf_counter() - start) * 1e6
-            if name == OURS and len(tally._ordinary) < waiting:
+            if name == OURS and len(tally._line) < waiting:
                 name = COUNTING
             times[name].append(took)
             ended = rig.scheduler.finished_req_ids
-            if name not in (OURS, COUNTING) and tally._following.follows(ended):
+            if name not in (OURS, COUNTING) and tally._places.holds(ended):
                 # Or it would look for those that ended unseen in all steps to come.
-                tally._do(partial(tally._following.finished, ended))
+                tally._do(tally._following.finished, ended, time.time_ns())
+                tally._places.leave(ended)
             if number % 4000 == 500:
                 rig.reader.get_metrics_data()
     finally:

@@ -8,6 +8,7 @@ reads, and no others.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import Counter
@@ -20,7 +21,7 @@ from otel_specdec.counts import COUNT_FIELDS
 from otel_specdec.engines import Increment, Picked
 from otel_specdec.engines import vllm as adapter
 from otel_specdec.engines.vllm import StepTally
-from otel_specdec.engines.vllm_candidates import Following
+from otel_specdec.engines.vllm_candidates import Following, Places
 
 K = 5
 STEPS = 100_000
@@ -314,24 +315,59 @@ def test_only_steps_in_which_something_went_astray_are_counted_request_by_reques
 
 def test_one_candidate_among_requests_that_are_none() -> None:
     """The hooks came when the others were running already."""
-    following = Following()
-    following.born([(0.5, Request("newborn", Counter()))], [0])
-    following.born([(0.5, Request("", Counter()))], [0])  # nothing to name it by
+    following, places = Following(), Places()
+    entered = places.enter([(0.5, Request("newborn", Counter())), (0.5, Request("", Counter()))])  # one without a name
+    following.born(entered, itertools.repeat(0))
     rows = {"old": 0, "older": 1, "newborn": 2, "oldest": 3}
-    for _ in range(3):
-        following.step(dict.fromkeys(rows, [7] * K), bytes([1, 2, 3, 4]), rows, K)
+    for number in range(1, 4):
+        of_places = places.rows(list(rows), rows)
+        assert of_places == [2]
+        if number == 2:
+            following.mixed(*places.rows_and_drafts(rows, dict.fromkeys(rows, [7] * K)), bytes([1, 2, 3, 4]))
+        else:
+            following.alike((K, bytes([1, 2, 3, 4]), of_places))
     following.trimmed("newborn", 1, verified=True)
-    following.finished({"newborn", "nobody"})
+    following.finished({"newborn", "nobody"}, 5)
     (followed,) = following.drain()
     assert (followed.accepted, followed.proposed, followed.verify) == (6, 3 * K, 3)
-    assert (followed.completion, followed.emitted) == (8, 8)
-    following.finished({""})
+    assert (followed.completion, followed.emitted, followed.finished_unix_nano) == (8, 8, 5)
+    following.finished({""}, 5)
+
+
+def test_places_are_given_anew_only_when_they_are_many() -> None:
+    following, places = Following(), Places()
+    rows: dict[str, int] = {}
+    for number in range(1000):
+        request_id = f"r{number}"
+        rows = {request_id: 1, "stays": 0}
+        births = [(0.5, Request(request_id, Counter()))]
+        if not number:
+            births.append((0.1, Request("stays", Counter())))
+        following.born(places.enter(births), [1, 1])
+        of_places = places.rows(list(rows), rows)
+        assert of_places is not None
+        assert of_places.count(-1) == len(of_places) - 2
+        following.alike((K, bytes([2, 3]), of_places))
+        following.finished([request_id], number + 1)
+        places.leave([request_id])
+        assert places.holds(["stays"])
+        assert not places.holds([request_id])
+        assert places.rows(["stays"], {"elsewhere": 0}) is None  # somebody is not in this step
+        following.tidy()
+        if places.crowded:
+            following.renew(places)
+            assert places.rows(["stays"], {"stays": 0}) == [0]
+    following.finished(["stays"], 2000)
+    by_id = {followed.request_id: followed for followed in following.drain()}
+    assert (by_id["stays"].accepted, by_id["stays"].completion) == (1000, 2001)
+    others = [followed for request_id, followed in by_id.items() if request_id != "stays"]
+    assert {(each.accepted, each.verify, each.completion) for each in others} == {(2, 1, 4)}
 
 
 def test_drafts_of_somebody_who_is_not_in_the_step_are_passed_over() -> None:
     sums = adapter._StepSums()
     drafts = {"a": [7] * 2, "elsewhere": [7] * 3, "b": [7] * 2}
-    assert sums.add_step(drafts, bytes([3, 1]), {"a": 0, "b": 1}) == 0
+    sums.add_step(drafts, bytes([3, 1]), {"a": 0, "b": 1})
     assert +Counter(sums.steps()) == {(2, 3, 3): 1, (2, 1, 1): 1, (0, 0, 0): 1}
 
 
@@ -341,11 +377,10 @@ def test_numbers_of_any_size_are_counted(length: int, drafts_only: bool) -> None
     sums = adapter._StepSums()
     tokens = 2 if drafts_only or length > 255 else length
     drafts = {"a": [7] * length, "b": [7] * 3}
-    assert sums.add_step(drafts, bytes([tokens, 1, 5]), {"a": 0, "b": 1, "c": 2}) == 0
-    alike = sums.add_step(dict.fromkeys("ab", [7] * length), bytes([tokens, tokens]), {"a": 0, "b": 1})
-    assert alike == length
-    changes = adapter.Changes([2], [(length, 4, 3)], 1)
-    assert sums.add_ordinary([((length, bytes([tokens, 4, 9]), ()), changes)]) == 1
+    sums.add_step(drafts, bytes([tokens, 1, 5]), {"a": 0, "b": 1, "c": 2})
+    sums.add_step(dict.fromkeys("ab", [7] * length), bytes([tokens, tokens]), {"a": 0, "b": 1})
+    changes = adapter.Changes([2], [], {"b"}, [("b", 4, 3)], set(), 0)
+    sums.add_ordinary([((length, bytes([tokens, 4, 9]), ()), changes)])
     counted = {step: times for step, times in sums.steps().items() if times and step[1]}
     assert counted == {(length, tokens, tokens): 4, (3, 1, 1): 1, (length, 4, 3): 1, (0, 14, 14): 1}
 
@@ -381,7 +416,8 @@ def test_a_new_request_whose_first_tokens_are_trimmed_had_no_drafts() -> None:
 def test_rows_without_sampled_tokens_are_counted_by_what_went_out() -> None:
     scheduler: Any = SimpleNamespace(requests={"a": 1, "b": 1}, running=["a", "b"], finished_req_ids=set())
     tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
-    tally._following.born([(0.1, Request("a", Counter())), (0.2, Request("b", Counter()))], [1, 1])
+    births = [(0.1, Request("a", Counter())), (0.2, Request("b", Counter()))]
+    tally._following.born(tally._places.enter(births), [1, 1])
     step = SimpleNamespace(
         scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
         scheduled_spec_decode_tokens={"a": [7] * K},
@@ -390,7 +426,7 @@ def test_rows_without_sampled_tokens_are_counted_by_what_went_out() -> None:
     before = tally.before_step(scheduler, step, output)
     outputs = [SimpleNamespace(request_id="a", new_token_ids=[1] * 3, finish_reason=None)]
     tally.after_step(scheduler, step, output, before, SimpleNamespace(outputs=outputs))
-    tally._following.finished("ab")
+    tally._following.finished("ab", 1)
     taken = tally.take()
     assert total(list(taken.increments), positions=False) == Counter(
         accepted=2, proposed=K, verify=1, completion=3, emitted=3
