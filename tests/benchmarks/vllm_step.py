@@ -4,10 +4,10 @@
 
 The real scheduler of the installed vLLM with synthetic outputs (three tokens of five for each request and step). Beside
 our hook stand what one would write first: five `Counter.add` for each generation and step, and one `Histogram.record`.
-Every variant takes its turn on the same scheduler, step after step; the figures are medians, and the spread is that
-of the medians of ten equal parts. Our hook counts ordinary steps 32 together: the steps that do so have a median of
-their own, which enters the figure by their share. A collection comes every 1,000 of our steps (some 20 s of a busy
-engine; the SDK's default is 60 s). Three kinds of step:
+Every variant has a scheduler of its own, and they take turns, step after step; the figures are medians, and the
+spread is that of the medians of ten equal parts. Our hook counts steps 32 together: the steps that do so have a median
+of their own, which enters the figure by their share. A collection comes every 1,000 steps (some 20 s of a busy engine;
+the SDK's default is 60 s). Three kinds of step:
 
 - alike: every request has four drafts, as with a draft model;
 - mixed: every other request has some drafts, of different number, as with n-grams;
@@ -24,7 +24,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,67 +92,67 @@ class Shape:
         return f"{self.requests} running requests, {kind}"
 
 
+def next_step(rig: Rig, shape: Shape, ids: Iterator[str]) -> tuple[Any, Any]:
+    """What the rig's scheduler schedules next, and what the model makes of it."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    for request_id in itertools.islice(ids, shape.requests - len(rig.scheduler.running)):
+        rig.add(request_id, max_tokens=1_000_000, prompt=8)
+    for row, request in enumerate(rig.scheduler.running):
+        request.spec_token_ids = DRAFT[: (row // 2) % 4 + 1 if row % 2 else 0] if shape.mixed else list(DRAFT)
+        # Keep the requests short, or the scheduler's own cost grows with every step.
+        if request.num_output_tokens > 60:
+            del request._output_token_ids[1:]
+            del request._all_token_ids[9:]
+            request.num_computed_tokens = 8
+    for request in rig.scheduler.running[: shape.ending]:
+        request.max_tokens = request.num_output_tokens + 2
+    step = rig.schedule()
+    scheduled = list(step.num_scheduled_tokens)
+    drafts = step.scheduled_spec_decode_tokens
+    output = ModelRunnerOutput(
+        req_ids=scheduled,
+        req_id_to_index={request_id: row for row, request_id in enumerate(scheduled)},
+        sampled_token_ids=[[10, 11, 12][: 1 + len(drafts.get(request_id, ()))] for request_id in scheduled],
+    )
+    return step, output
+
+
 def measure(rig: Rig, shape: Shape, steps: int) -> dict[str, list[float]]:
     """Microseconds of each step, by variant."""
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import ModelRunnerOutput
 
     hooked: Update = vars(Scheduler)["update_from_output"]
     plain: Update = hooked.__wrapped__  # type: ignore[attr-defined]
-    rig.scheduler = rig.new_scheduler()
-    bound = hooked.__get__(rig.scheduler, Scheduler)  # as the engine calls it
     variants: dict[str, Update] = {
         "plain": plain,
-        OURS: lambda _, step, output: bound(step, output),
+        OURS: lambda scheduler, step, output: scheduler.update_from_output(step, output),  # as the engine calls it
         "5 Counter.add": naive_adds(plain),
         "1 Histogram.record": naive_histogram(plain),
     }
     ids = (f"cmpl-{number:032x}-0-abcdef12" for number in itertools.count())
-    for request_id in itertools.islice(ids, shape.requests):
-        rig.add(request_id, max_tokens=1_000_000, prompt=8)
-    rig.step({request_id: [10] for request_id in rig.scheduler.requests})
+    schedulers = {}
+    for name in variants:
+        rig.scheduler = schedulers[name] = rig.new_scheduler()
+        for request_id in itertools.islice(ids, shape.requests):
+            rig.add(request_id, max_tokens=1_000_000, prompt=8)
+        rig.step({request_id: [10] for request_id in rig.scheduler.requests})
+    tally: Any = vllm.Hooks._installed.tally_for(schedulers[OURS])  # type: ignore[union-attr]
     times: dict[str, list[float]] = {name: [] for name in (*variants, COUNTING)}
-    order = list(variants)
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        for number in range(steps * len(order)):
-            for request_id in itertools.islice(ids, shape.requests - len(rig.scheduler.running)):
-                rig.add(request_id, max_tokens=1_000_000, prompt=8)
-            for row, request in enumerate(rig.scheduler.running):
-                request.spec_token_ids = DRAFT[: (row // 2) % 4 + 1 if row % 2 else 0] if shape.mixed else list(DRAFT)
-                # Keep the requests short, or the scheduler's own cost grows with every step.
-                if request.num_output_tokens > 60:
-                    del request._output_token_ids[1:]
-                    del request._all_token_ids[9:]
-                    request.num_computed_tokens = 8
-            for request in rig.scheduler.running[: shape.ending]:
-                request.max_tokens = request.num_output_tokens + 2
-            step = rig.schedule()
-            scheduled = list(step.num_scheduled_tokens)
-            drafts = step.scheduled_spec_decode_tokens
-            output = ModelRunnerOutput(
-                req_ids=scheduled,
-                req_id_to_index={request_id: row for row, request_id in enumerate(scheduled)},
-                sampled_token_ids=[[10, 11, 12][: 1 + len(drafts.get(request_id, ()))] for request_id in scheduled],
-            )
-            tally: Any = vllm.Hooks._installed.tally_for(rig.scheduler)  # type: ignore[union-attr]
-            waiting = len(tally._line)
-            name = order[number % len(order)]
-            update = variants[name]
-            start = time.perf_counter()
-            update(rig.scheduler, step, output)
-            took = (time.perf_counter() - start) * 1e6
-            if name == OURS and len(tally._line) < waiting:
-                name = COUNTING
-            times[name].append(took)
-            ended = rig.scheduler.finished_req_ids
-            if name not in (OURS, COUNTING) and tally._places.holds(ended):
-                # Or it would look for those that ended unseen in all steps to come.
-                tally._do(tally._following.finished, ended, time.time_ns())
-                tally._places.leave(ended)
-            if number % 4000 == 500:
+        for number in range(steps):
+            for name, update in variants.items():
+                rig.scheduler = schedulers[name]
+                step, output = next_step(rig, shape, ids)
+                waiting = len(tally._line)
+                start = time.perf_counter()
+                update(rig.scheduler, step, output)
+                took = (time.perf_counter() - start) * 1e6
+                times[COUNTING if name == OURS and len(tally._line) < waiting else name].append(took)
+            if number % 1000 == 125:
                 rig.reader.get_metrics_data()
     finally:
         gc.enable()
