@@ -32,7 +32,7 @@ from otel_specdec.candidates import choose
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.engines.hooking import is_hook
-from otel_specdec.engines.vllm_candidates import AlikeStep, Birth, Entered, Followed, Following, Places
+from otel_specdec.engines.vllm_candidates import Birth, Entered, Followed, Following, Places, Step
 from otel_specdec.engines.vllm_front_end import FrontHooks
 from otel_specdec.engines.vllm_shared import describe_config, hook, logger
 from otel_specdec.names import MAX_POSITIONS
@@ -42,12 +42,10 @@ _TALLY: Final = "_otel_specdec_tally"
 
 _nothing: Final = itertools.repeat(())
 
-Step = tuple[int, int, int]  # valid drafts, generated, emitted
+Part = tuple[int, int, int]  # one request's in a step: valid drafts, generated, emitted
 Lengths = bytes | list[int]  # bytes where none is above 255
 
-_LOG_BYTES: Final = 8192  # of each number of drafts, until they are counted
-
-_TOGETHER: Final = 32  # ordinary steps, until they are counted
+_TOGETHER: Final = 32  # steps, until they are counted
 
 _nobody: Final[frozenset[str]] = frozenset()
 
@@ -62,18 +60,17 @@ candidates; how many run; ids of those that finished before, as far as the sched
 
 
 class Changes(NamedTuple):
-    """How an ordinary step changed who runs."""
+    """How a step changed who runs."""
 
-    new: Sequence[int]  # rows without drafts
+    undrafted: Sequence[int]  # rows without drafts, where the others had all as many
     births: Sequence[Entered]
     ended: Set[str]
-    trimmed: Sequence[tuple[str, int, int]]  # id, sampled, emitted
-    undrafted: Set[str]  # ids of those among the trimmed who had no drafts
+    trimmed: Sequence[tuple[str, Part]]
     unix_nano: int
 
 
-Ordinary = tuple[AlikeStep, Changes | None]
-"""A step in which everybody but the new had as many drafts, and all tokens went out but what ends trimmed."""
+Whole = tuple[Step, Changes | None]
+"""A step of which all tokens went out but what ends trimmed."""
 
 
 class StepTally:
@@ -89,7 +86,7 @@ class StepTally:
         self.stepping = self.finishing = False  # while vLLM's own method runs
         self._scheduler = weakref.ref(scheduler)
         self._reading = threading.Lock()
-        self._line: deque[Ordinary | Callable[[], None]] = deque()  # what is not counted yet
+        self._line: deque[Whole | Callable[[], None]] = deque()  # what is not counted yet
         self._sums = _StepSums()
         self._finished = 0
         self._resumable = False  # whether a request ever was: only those have a turn that ends without finishing them
@@ -97,6 +94,8 @@ class StepTally:
         self._places = Places()
         self._following = Following()
         self._inside: list[tuple[str, bool]] = []  # aborted while `update_from_output` ran
+        self._row_ids: Sequence[str] | None = None  # whose the rows of the last step were
+        self._in_order: Sequence[str] = ()  # the same, where it is known that they are in the rows' order
 
     @property
     def ended(self) -> bool:
@@ -186,18 +185,28 @@ class StepTally:
             and not self._inside
             # Nothing was trimmed, as at the end of a turn.
             and _lengths(output.sampled_token_ids) == generated
-            and (of_places := self._places.rows(getattr(output, "req_ids", None), rows)) is not None
         ):
-            self._line.append(((alike, generated, of_places), None))
-            if len(self._line) >= _TOGETHER:
-                self._count_line()
-            return
+            of_places = self._rows_of_places(output)
+            if self._places.complete:
+                self._line.append(((alike, generated, of_places), None))
+                if len(self._line) >= _TOGETHER:
+                    self._count_line()
+                return
         self._after_other_step(scheduler, step, output, before, parts)
+
+    def _rows_of_places(self, output: Any) -> Sequence[int]:
+        # Most steps have the rows of the step before, and lists of the same ids are compared without a look at them.
+        row_ids = getattr(output, "req_ids", None)
+        if row_ids is None or row_ids != self._row_ids:
+            self._row_ids = None if row_ids is None else list(row_ids)
+            self._in_order = ()
+            self._places.look_again()
+        return self._places.rows(output.req_id_to_index)
 
     def _after_other_step(
         self, scheduler: Any, step: Any, output: Any, before: Before, parts: Sequence[Sequence[Any]]
     ) -> None:
-        """Count a step in which something changed, or went astray."""
+        """Count a step in which drafts differ, something changed, or went astray."""
         generated, alike, new, births, running, finished_before = before
         rows = output.req_id_to_index
         places = self._places
@@ -206,9 +215,12 @@ class StepTally:
             ended = scheduler.finished_req_ids - finished_before
         came_back = bool(new) and places.holds(new)
         entered = places.enter(births) if births else ()
-        trimmed: Sequence[tuple[str, int, int]] | None = None
         drafts = step.scheduled_spec_decode_tokens
-        if not (
+        if drafts and not alike:
+            drafts = _valid_drafts(step, drafts)
+        trimmed: Sequence[tuple[str, int, int]] | None = None
+        whole: Step | None = None
+        if (
             isinstance(generated, bytes)
             and len(generated) == len(rows)
             # Every row with tokens went out, and nothing without tokens did.
@@ -219,75 +231,57 @@ class StepTally:
             and not (ended and self._resumable)
             and (trimmed := _trimmed(ended, rows, generated, output.sampled_token_ids)) is not None
         ):
+            of_places = self._rows_of_places(output)
+            if alike and places.complete and not came_back and 0 not in generated:
+                whole = alike, generated, of_places
+            elif (by_row := self._drafts_by_row(drafts, rows)) is not None:
+                whole = by_row, generated, of_places
+        if whole is None or trimmed is None:
             delivered, stopped, turns = _delivered(scheduler, parts)
-            valid = _valid_drafts(step, drafts) if drafts else drafts
-            self._do(self._count, delivered, stopped, turns, valid, generated, rows, entered)
+            self._do(self._count, delivered, stopped, turns, drafts, generated, rows, entered)
             places.leave(stopped)
             self._settle_inside()
-        elif (
-            alike
-            and 0 not in generated
-            and not came_back
-            and (of_places := places.rows(getattr(output, "req_ids", None), rows)) is not None
-        ):
-            undrafted = trimmed and ended - drafts.keys()
-            changes = Changes(
-                [rows[request_id] for request_id in new],
-                entered,
-                ended,
-                trimmed,
-                undrafted or _nobody,
-                time.time_ns() if ended else 0,
-            )
-            self._line.append(((alike, generated, of_places), changes))
-            places.leave(ended)
+        else:
+            changes = None
+            if ended or new:
+                changes = Changes(
+                    [rows[request_id] for request_id in new] if isinstance(whole[0], int) else (),
+                    entered,
+                    ended,
+                    [(each, (len(drafts.get(each, ())), got, out)) for each, got, out in trimmed],
+                    time.time_ns() if ended else 0,
+                )
+                places.leave(ended)
+            self._line.append((whole, changes))
             if len(self._line) >= _TOGETHER:
                 self._count_line()
-        else:
-            valid = _valid_drafts(step, drafts) if drafts else drafts
-            of_candidates = places.rows_and_drafts(rows, valid) if places else None
-            self._do(self._count_mixed, valid, generated, rows, of_candidates, entered, ended, trimmed)
-            places.leave(ended)
         if ended and not scheduler.requests:
             self.owner.listener.engine_idle()
 
-    def _count_ordinary(self, steps: Sequence[Ordinary]) -> None:
-        self._sums.add_ordinary(steps)
+    def _drafts_by_row(self, drafts: Mapping[str, Any], rows: Mapping[str, int]) -> bytes | None:
+        """How many drafts each row has; None where a byte cannot say it, or a row is nobody's."""
+        if not drafts:
+            return bytes(len(rows))
+        if not self._in_order:
+            in_order = self._row_ids or sorted(rows, key=rows.__getitem__)
+            if [*map(rows.get, in_order)] != [*range(len(rows))]:
+                return None
+            self._in_order = in_order
+        lengths = _lengths([*map(drafts.get, self._in_order, _nothing)])
+        return lengths if isinstance(lengths, bytes) else None
+
+    def _count_whole(self, steps: Sequence[Whole]) -> None:
+        self._sums.add_steps(steps)
         following = self._following
         for step, changes in steps:
-            following.alike(step)
+            following.step(step)
             if changes is not None:
                 _, generated, of_places = step
                 following.born(changes.births, [generated[of_places[each.place]] for each in changes.births])
-                for request_id, got, out in changes.trimmed:
-                    following.trimmed(request_id, got - out, verified=request_id not in changes.undrafted)
+                for request_id, (drafts, got, out) in changes.trimmed:
+                    following.trimmed(request_id, got - out, verified=drafts > 0)
                 self._finished += len(changes.ended)
                 following.finished(changes.ended, changes.unix_nano)
-        following.tidy()
-
-    def _count_mixed(
-        self,
-        drafts: Mapping[str, Any],
-        generated: bytes,
-        rows: Mapping[str, int],
-        of_candidates: tuple[list[int], list[int]] | None,
-        births: Sequence[Entered],
-        ended: Set[str],
-        trimmed: Sequence[tuple[str, int, int]],
-    ) -> None:
-        """A step in which every token went out but what was trimmed off requests that finished: all rows at once."""
-        following = self._following
-        self._sums.add_step(drafts, generated, rows)
-        following.born(births, itertools.repeat(0))
-        if of_candidates and following:
-            following.mixed(*of_candidates, generated)
-        for request_id, sampled, emitted in trimmed:
-            valid = len(drafts.get(request_id, ()))
-            self._sums.trim((valid, sampled, emitted))
-            following.trimmed(request_id, sampled - emitted, verified=valid > 0)
-        if ended:
-            self._finished += len(ended)
-            following.finished(ended, time.time_ns())
         following.tidy()
 
     def _count(
@@ -378,17 +372,17 @@ class StepTally:
 
     def _catch_up(self) -> None:
         line = self._line
-        steps: list[Ordinary] = []
+        steps: list[Whole] = []
         for _ in range(len(line)):
             each = line.popleft()
             if isinstance(each, tuple):
                 steps.append(each)
             else:
-                self._count_ordinary(steps)
+                self._count_whole(steps)
                 steps = []
                 each()
         if steps:
-            self._count_ordinary(steps)
+            self._count_whole(steps)
 
     def take(self) -> Taken:
         """See `engines.Tally`. On the collecting thread; the engine's does not wait for it."""
@@ -397,60 +391,42 @@ class StepTally:
             sums, self._sums = self._sums, _StepSums()
             finished, self._finished = self._finished, 0
             followed = self._following.drain()
-        return Taken(_increments(sums.steps(), finished), [_picked(*each) for each in choose(followed, _drafts)])
+        return Taken(_increments(sums.parts(), finished), [_picked(*each) for each in choose(followed, _drafts)])
 
 
 class _StepSums:
     """How often each (valid drafts, generated, emitted) occurred, in the cheapest form found to note it.
 
-    Of a step whose tokens all went out, both numbers of each request go to logs as bytes, all requests' at once. The
-    logs are counted when they are long or when somebody asks.
+    Of steps whose tokens all went out, both numbers of each request are counted as bytes, those of many steps at once.
     """
 
     def __init__(self) -> None:
-        self._steps: Counter[Step] = Counter()
+        self._parts: Counter[Part] = Counter()
         self._pairs: Counter[tuple[int, int]] = Counter()  # (valid drafts, generated = emitted)
-        self._drafts = bytearray()  # the same, not counted yet: valid drafts, and
-        self._tokens = bytearray()  # at the same place the tokens
-        self._trims: Counter[Step] = Counter()  # in the above as emitted whole, but they were trimmed
-        self._undrafted = 0  # tokens of requests without drafts
+        self._trims: Counter[Part] = Counter()  # in the above as emitted whole, but they were trimmed
 
-    def add_step(self, drafts: Mapping[str, Any], generated: bytes, rows: Mapping[str, int]) -> None:
-        """Note a step whose tokens all went out.
-
-        Args:
-            drafts: valid drafts, by request.
-            generated: tokens of each row.
-            rows: the row of each request in the step.
-        """
-        if not drafts:
-            self._undrafted += sum(generated)
-            return
-        try:
-            drafted = bytes(map(generated.__getitem__, map(rows.__getitem__, drafts)))
-        except KeyError:  # drafts of somebody who is not in the step
-            lengths = _lengths([*map(drafts.get, rows, _nothing)])
-            self._log(lengths, bytes(map(generated.__getitem__, rows.values())))
-        else:
-            self._log(_lengths(drafts.values()), drafted)
-            self._undrafted += sum(generated) - sum(drafted)
-
-    def add_ordinary(self, steps: Iterable[Ordinary]) -> None:
-        """Note ordinary steps."""
-        by_drafts: dict[int, list[bytes | bytearray]] = {}
-        for (alike, generated, _), changes in steps:
+    def add_steps(self, steps: Iterable[Whole]) -> None:
+        """Note steps whose tokens all went out, but for what was trimmed."""
+        alike: dict[int, list[bytes | bytearray]] = {}
+        mixed: list[tuple[bytes, bytes]] = []
+        for (drafts, generated, _), changes in steps:
             tokens: bytes | bytearray = generated
             if changes is not None:
-                for request_id, sampled, emitted in changes.trimmed:
-                    self._trims[0 if request_id in changes.undrafted else alike, sampled, emitted] += 1
-                if changes.new:
+                for _, part in changes.trimmed:
+                    self._trims[part] += 1
+                if changes.undrafted:
                     tokens = bytearray(generated)
-                    for row in changes.new:
-                        self._undrafted += tokens[row]
+                    for row in changes.undrafted:
+                        self._pairs[0, tokens[row]] += 1
                         tokens[row] = 0  # of those without tokens the drafts do not matter
-            by_drafts.setdefault(alike, []).append(tokens)
-        for drafts, all_tokens in by_drafts.items():
-            self._add_alike(drafts, b"".join(all_tokens))
+            if isinstance(drafts, int):
+                alike.setdefault(drafts, []).append(tokens)
+            else:
+                mixed.append((drafts, generated))
+        for number, all_tokens in alike.items():
+            self._add_alike(number, b"".join(all_tokens))
+        if mixed:
+            self._add_mixed(*map(b"".join, zip(*mixed, strict=True)))
 
     def _add_alike(self, drafts: int, tokens: bytes) -> None:
         """Note parts in steps that all had as many drafts."""
@@ -463,21 +439,8 @@ class _StepSums:
                     return
         self._pairs.update((drafts, got) for got in tokens if got > drafts + 1)  # which no version does
 
-    def _log(self, drafts: Lengths, tokens: bytes | bytearray) -> None:
-        if not isinstance(drafts, bytes):
-            self._pairs.update(zip(drafts, tokens, strict=True))
-            return
-        self._drafts += drafts
-        self._tokens += tokens
-        if len(self._tokens) > _LOG_BYTES:
-            self._count_log()
-
-    def _count_log(self) -> None:
-        """At C speed, a few ns for each request and step, where both numbers go into one byte."""
-        drafts, tokens = self._drafts, self._tokens
-        self._drafts, self._tokens = bytearray(), bytearray()
-        if not drafts:
-            return
+    def _add_mixed(self, drafts: bytes, tokens: bytes) -> None:
+        """Note parts in steps: at C speed, a few ns for each, where both numbers go into one byte."""
         if max(drafts) > 15 or max(tokens) > 15:
             self._pairs.update(zip(drafts, tokens, strict=True))
             return
@@ -492,24 +455,18 @@ class _StepSums:
                     self._pairs[number, got] += times
                     left -= times
 
-    def trim(self, step: Step) -> None:
-        """Of a request's part in a step that was added, only this `emitted` of the generated tokens went out."""
-        self._trims[step] += 1
-
     def add(self, drafts: int, generated: int, emitted: int) -> None:
         """Note one request's part in a step."""
-        self._steps[drafts, generated, emitted] += 1
+        self._parts[drafts, generated, emitted] += 1
 
-    def steps(self) -> Mapping[Step, int]:
+    def parts(self) -> Mapping[Part, int]:
         """All of it. Call it once, at the end."""
-        self._count_log()
         for (drafts, generated), times in self._pairs.items():
-            self._steps[drafts, generated, generated] += times
+            self._parts[drafts, generated, generated] += times
         for (drafts, generated, emitted), times in self._trims.items():
-            self._steps[drafts, generated, generated] -= times
-            self._steps[drafts, generated, emitted] += times
-        self._steps[0, self._undrafted, self._undrafted] += 1  # of steps without drafts only the emitted tokens matter
-        return self._steps
+            self._parts[drafts, generated, generated] -= times
+            self._parts[drafts, generated, emitted] += times
+        return self._parts
 
 
 def _lengths(lists: Collection[Any]) -> Lengths:
@@ -563,11 +520,11 @@ def _delivered(scheduler: Any, parts: Iterable[Sequence[Any]]) -> tuple[dict[str
     return delivered, stopped, turns
 
 
-def _increments(steps: Mapping[Step, int], finished: int) -> list[Increment]:
+def _increments(parts: Mapping[Part, int], finished: int) -> list[Increment]:
     consistent, inconsistent = _Sums(), _Sums()
-    for step, times in steps.items():
-        drafts, generated, _ = step
-        (consistent if generated - 1 <= drafts or not drafts else inconsistent).add(*step, times)
+    for part, times in parts.items():
+        drafts, generated, _ = part
+        (consistent if generated - 1 <= drafts or not drafts else inconsistent).add(*part, times)
     increments = [consistent.increment(finished)]
     if inconsistent.verify:
         # More accepted than proposed: no version seen does it. Kept out of the accept rate and of the positions.

@@ -16,10 +16,12 @@ from otel_specdec.candidates import PICKS, PLACES, Candidate, Candidates
 Birth = tuple[float, Any]
 """A request that had no token yet, and the random number that it drew."""
 
-AlikeStep = tuple[int, bytes, Sequence[int]]
-"""The drafts (≥ 1) that every candidate had, the tokens (≥ 1) of each row, and the row of each place."""
+Step = tuple[int | bytes, bytes, Sequence[int]]
+"""A step whose tokens all went out: drafts, tokens of each row, and the row of each place.
 
-_nothing: Final = itertools.repeat(())
+The drafts are one number (≥ 1) if every candidate had as many and got a token; else those of each row.
+"""
+
 _no_row: Final = itertools.repeat(-1)
 
 
@@ -45,11 +47,8 @@ class Places:
         self._ids: list[str] = []
         self._by_id: dict[str, int] = {}
         self._left = 0  # places of nobody
-        self._row_ids: Sequence[str] | None = None  # whose the rows were when they were looked up, and
-        self._rows: Sequence[int] = ()  # where they stood
-
-    def __bool__(self) -> bool:
-        return bool(self._ids)
+        self._rows: Sequence[int] = ()
+        self.complete = True  # whether the rows found last were those of everybody
 
     @property
     def crowded(self) -> bool:
@@ -81,26 +80,16 @@ class Places:
                 self._left += 1
                 self._rows = ()
 
-    def rows(self, row_ids: Sequence[str] | None, rows: Mapping[str, int]) -> Sequence[int] | None:
-        """The row of each place, -1 for nobody's; None where somebody is not in this step.
-
-        Most steps have the rows of the step before, and two lists of the same ids are compared without a look at them.
-        """
-        if not self._ids:
-            return ()
-        if not (self._rows and row_ids and row_ids == self._row_ids):
-            found = [*map(rows.get, self._ids, _no_row)]
-            if found.count(-1) != self._left:
-                return None
-            self._rows = found
-            self._row_ids = row_ids and list(row_ids)
+    def rows(self, rows: Mapping[str, int]) -> Sequence[int]:
+        """The row of each place; -1 for nobody's, and for who is not in this step."""
+        if not self._rows:
+            self._rows = [*map(rows.get, self._ids, _no_row)]
+            self.complete = self._rows.count(-1) == self._left
         return self._rows
 
-    def rows_and_drafts(
-        self, rows: Mapping[str, int], drafts: Mapping[str, Sequence[Any]]
-    ) -> tuple[list[int], list[int]]:
-        """The row of each place, -1 where it has none, and how many drafts it has."""
-        return [*map(rows.get, self._ids, _no_row)], [*map(len, map(drafts.get, self._ids, _nothing))]
+    def look_again(self) -> None:
+        """The rows of the next step are not where those of the last were."""
+        self._rows = ()
 
     def renew(self, request_ids: Iterable[str]) -> None:
         """These have the places from now on, in this order."""
@@ -146,10 +135,10 @@ class Following:
     def __init__(self) -> None:
         self._candidates: Candidates[Followed] = Candidates(self._leave)
         self._by_id: dict[str, Followed] = {}
-        self._alike: list[AlikeStep] = []
+        self._alike: list[tuple[int, bytes, Sequence[int]]] = []
         self._alike_steps = 0  # such steps, ever, and the drafts that each request had in them
         self._alike_drafts = 0
-        self._mixed: list[tuple[list[int], bytes]] = []  # valid drafts and tokens of each place
+        self._mixed: list[tuple[bytes, bytes]] = []  # drafts and tokens of each place
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
@@ -168,15 +157,17 @@ class Following:
                 followed.completion = number
                 self._by_id[followed.request_id] = followed
 
-    def alike(self, step: AlikeStep) -> None:
-        """Note a step in which everybody had as many drafts."""
-        self._alike.append(step)
-        self._alike_steps += 1
-        self._alike_drafts += step[0]
-
-    def mixed(self, rows: Sequence[int], drafts: list[int], generated: bytes) -> None:
-        """Note a step whose tokens all went out: the row of each place (-1 for none), its drafts, tokens by row."""
-        self._mixed.append((drafts, bytes(map((generated + b"\0").__getitem__, rows))))
+    def step(self, step: Step) -> None:
+        """Note a step."""
+        drafts, tokens, rows = step
+        if isinstance(drafts, int):
+            self._alike.append((drafts, tokens, rows))
+            self._alike_steps += 1
+            self._alike_drafts += drafts
+        elif self._by_id:
+            # Who is not in the step, at -1, has nothing.
+            of_places = map((drafts + b"\0").__getitem__, rows), map((tokens + b"\0").__getitem__, rows)
+            self._mixed.append((bytes(of_places[0]), bytes(of_places[1])))
 
     def tidy(self) -> None:
         """Read the log for everybody where it is full."""
@@ -230,8 +221,7 @@ class Following:
             all_drafts, all_tokens, width = mixed
             own = slice(followed.since_mixed * width + place, None, width)
             self._add_mixed(followed, all_drafts[own], all_tokens[own])
-        elif len(self._mixed) > followed.since_mixed:
-            since = self._mixed[followed.since_mixed :]
+        elif since := self._mixed[followed.since_mixed :]:
             self._add_mixed(followed, [drafts[place] for drafts, _ in since], [tokens[place] for _, tokens in since])
         followed.alike_steps, followed.alike_drafts = self._alike_steps, self._alike_drafts
 
@@ -322,11 +312,8 @@ def _summed(steps: Sequence[bytes], most: int) -> Iterator[bytes]:
             yield total.to_bytes(max(map(len, some)), "little")
 
 
-def _in_a_row(steps: Sequence[tuple[Sequence[int], bytes]]) -> tuple[bytes, bytes, int] | None:
-    """Drafts and tokens of all steps, each as one string, and a step's length in them; None if no byte can hold one."""
+def _in_a_row(steps: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes, int]:
+    """Drafts and tokens of all steps, each as one string, and a step's length in them."""
     width = max(len(tokens) for _, tokens in steps)
-    try:
-        drafts = b"".join([bytes(drafts).ljust(width, b"\0") for drafts, _ in steps])
-    except ValueError:  # above 255
-        return None
-    return drafts, b"".join([tokens.ljust(width, b"\0") for _, tokens in steps]), width
+    drafts = [drafts.ljust(width, b"\0") for drafts, _ in steps]
+    return b"".join(drafts), b"".join([tokens.ljust(width, b"\0") for _, tokens in steps]), width

@@ -255,7 +255,7 @@ def total(increments: list[Increment], *, positions: bool = True) -> Counter[str
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_steps_equal_the_plain_count(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_LOG_BYTES", 50 if seed % 2 else 8192)
+    monkeypatch.setattr(adapter, "_TOGETHER", 5 if seed % 2 else 32)
     world = World(seed, sessions=seed == 3)
     steps = during = 0
     reading = world.tally._reading
@@ -320,12 +320,9 @@ def test_one_candidate_among_requests_that_are_none() -> None:
     following.born(entered, itertools.repeat(0))
     rows = {"old": 0, "older": 1, "newborn": 2, "oldest": 3}
     for number in range(1, 4):
-        of_places = places.rows(list(rows), rows)
+        of_places = places.rows(rows)
         assert of_places == [2]
-        if number == 2:
-            following.mixed(*places.rows_and_drafts(rows, dict.fromkeys(rows, [7] * K)), bytes([1, 2, 3, 4]))
-        else:
-            following.alike((K, bytes([1, 2, 3, 4]), of_places))
+        following.step((bytes([K] * 4) if number == 2 else K, bytes([1, 2, 3, 4]), of_places))
     following.trimmed("newborn", 1, verified=True)
     following.finished({"newborn", "nobody"}, 5)
     (followed,) = following.drain()
@@ -344,19 +341,21 @@ def test_places_are_given_anew_only_when_they_are_many() -> None:
         if not number:
             births.append((0.1, Request("stays", Counter())))
         following.born(places.enter(births), [1, 1])
-        of_places = places.rows(list(rows), rows)
-        assert of_places is not None
+        places.look_again()
+        of_places = places.rows(rows)
         assert of_places.count(-1) == len(of_places) - 2
-        following.alike((K, bytes([2, 3]), of_places))
+        assert places.complete
+        following.step((K, bytes([2, 3]), of_places))
         following.finished([request_id], number + 1)
         places.leave([request_id])
         assert places.holds(["stays"])
         assert not places.holds([request_id])
-        assert places.rows(["stays"], {"elsewhere": 0}) is None  # somebody is not in this step
+        assert set(places.rows({"elsewhere": 0})) == {-1}
+        assert not places.complete  # somebody is not in this step
         following.tidy()
         if places.crowded:
             following.renew(places)
-            assert places.rows(["stays"], {"stays": 0}) == [0]
+            assert places.rows({"stays": 0}) == [0]
     following.finished(["stays"], 2000)
     by_id = {followed.request_id: followed for followed in following.drain()}
     assert (by_id["stays"].accepted, by_id["stays"].completion) == (1000, 2001)
@@ -364,25 +363,23 @@ def test_places_are_given_anew_only_when_they_are_many() -> None:
     assert {(each.accepted, each.verify, each.completion) for each in others} == {(2, 1, 4)}
 
 
-def test_drafts_of_somebody_who_is_not_in_the_step_are_passed_over() -> None:
-    sums = adapter._StepSums()
-    drafts = {"a": [7] * 2, "elsewhere": [7] * 3, "b": [7] * 2}
-    sums.add_step(drafts, bytes([3, 1]), {"a": 0, "b": 1})
-    assert +Counter(sums.steps()) == {(2, 3, 3): 1, (2, 1, 1): 1, (0, 0, 0): 1}
-
-
 @pytest.mark.parametrize("length", [15, 16, 17, 255, 256, 300])
 @pytest.mark.parametrize("drafts_only", [False, True])
 def test_numbers_of_any_size_are_counted(length: int, drafts_only: bool) -> None:
     sums = adapter._StepSums()
     tokens = 2 if drafts_only or length > 255 else length
-    drafts = {"a": [7] * length, "b": [7] * 3}
-    sums.add_step(drafts, bytes([tokens, 1, 5]), {"a": 0, "b": 1, "c": 2})
-    sums.add_step(dict.fromkeys("ab", [7] * length), bytes([tokens, tokens]), {"a": 0, "b": 1})
-    changes = adapter.Changes([2], [], {"b"}, [("b", 4, 3)], set(), 0)
-    sums.add_ordinary([((length, bytes([tokens, 4, 9]), ()), changes)])
-    counted = {step: times for step, times in sums.steps().items() if times and step[1]}
-    assert counted == {(length, tokens, tokens): 4, (3, 1, 1): 1, (length, 4, 3): 1, (0, 14, 14): 1}
+    changes = adapter.Changes([2], [], {"b"}, [("b", (length, 4, 3))], 0)
+    sums.add_steps(
+        [
+            ((bytes([min(length, 255), 3, 0]), bytes([tokens, 1, 5]), ()), None),
+            ((length, bytes([tokens, tokens]), ()), None),
+            ((length, bytes([tokens, 4, 9]), ()), changes),
+        ]
+    )
+    counted = Counter({part: times for part, times in sums.parts().items() if times and part[1]})
+    expected = Counter({(length, tokens, tokens): 3, (3, 1, 1): 1, (length, 4, 3): 1, (0, 5, 5): 1, (0, 9, 9): 1})
+    expected[min(length, 255), tokens, tokens] += 1
+    assert counted == expected
 
 
 def test_a_new_request_whose_first_tokens_are_trimmed_had_no_drafts() -> None:
