@@ -24,7 +24,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import wrapt
 
@@ -59,15 +59,12 @@ candidates; how many run; ids of those that finished before, as far as the sched
 """
 
 
-class Changes(NamedTuple):
-    """How a step changed who runs."""
+Changes = tuple[Sequence[int], Sequence[Entered], Set[str], Sequence[tuple[str, Part]], int]
+"""How a step changed who runs.
 
-    undrafted: Sequence[int]  # rows without drafts, where the others had all as many
-    births: Sequence[Entered]
-    ended: Set[str]
-    trimmed: Sequence[tuple[str, Part]]
-    unix_nano: int
-
+Rows without drafts, where the others had all as many; candidates that were born; ids of who ended; what was trimmed
+off them; the time of it in Unix nanoseconds, if anybody ended.
+"""
 
 Whole = tuple[Step, Changes | None]
 """A step of which all tokens went out but what ends trimmed."""
@@ -145,8 +142,9 @@ class StepTally:
     def _births(self, scheduler: Any, new: Sequence[str]) -> list[Birth]:
         births = []
         bar = self._following.bar
+        requests = scheduler.requests
         for request_id in new:
-            request = scheduler.requests.get(request_id)
+            request = requests.get(request_id)
             if request is None:
                 continue
             if getattr(request, "resumable", False):
@@ -192,7 +190,7 @@ class StepTally:
                 if len(self._line) >= _TOGETHER:
                     self._count_line()
                 return
-        self._after_other_step(scheduler, step, output, before, parts)
+        self._after_other_step(scheduler, step, output, before, parts, served)
 
     def _rows_of_places(self, output: Any) -> Sequence[int]:
         # Most steps have the rows of the step before, and lists of the same ids are compared without a look at them.
@@ -204,7 +202,7 @@ class StepTally:
         return self._places.rows(output.req_id_to_index)
 
     def _after_other_step(
-        self, scheduler: Any, step: Any, output: Any, before: Before, parts: Sequence[Sequence[Any]]
+        self, scheduler: Any, step: Any, output: Any, before: Before, parts: Sequence[Sequence[Any]], served: int
     ) -> None:
         """Count a step in which drafts differ, something changed, or went astray."""
         generated, alike, new, births, running, finished_before = before
@@ -224,7 +222,7 @@ class StepTally:
             isinstance(generated, bytes)
             and len(generated) == len(rows)
             # Every row with tokens went out, and nothing without tokens did.
-            and sum(map(len, parts)) == len(generated) - generated.count(0) > 0
+            and served == len(generated) - generated.count(0) > 0
             # No request failed inside the call, or left the running ones in another way than by finishing.
             and not self._inside
             and len(scheduler.running) == running - len(ended)
@@ -244,7 +242,7 @@ class StepTally:
         else:
             changes = None
             if ended or new:
-                changes = Changes(
+                changes = (
                     [rows[request_id] for request_id in new] if isinstance(whole[0], int) else (),
                     entered,
                     ended,
@@ -277,11 +275,12 @@ class StepTally:
             following.step(step)
             if changes is not None:
                 _, generated, of_places = step
-                following.born(changes.births, [generated[of_places[each.place]] for each in changes.births])
-                for request_id, (drafts, got, out) in changes.trimmed:
+                _, births, ended, trimmed, unix_nano = changes
+                following.born(births, [generated[of_places[place]] for _, _, place in births])
+                for request_id, (drafts, got, out) in trimmed:
                     following.trimmed(request_id, got - out, verified=drafts > 0)
-                self._finished += len(changes.ended)
-                following.finished(changes.ended, changes.unix_nano)
+                self._finished += len(ended)
+                following.finished(ended, unix_nano)
         following.tidy()
 
     def _count(
@@ -412,11 +411,12 @@ class _StepSums:
         for (drafts, generated, _), changes in steps:
             tokens: bytes | bytearray = generated
             if changes is not None:
-                for _, part in changes.trimmed:
+                undrafted, _, _, trimmed, _ = changes
+                for _, part in trimmed:
                     self._trims[part] += 1
-                if changes.undrafted:
+                if undrafted:
                     tokens = bytearray(generated)
-                    for row in changes.undrafted:
+                    for row in undrafted:
                         self._pairs[0, tokens[row]] += 1
                         tokens[row] = 0  # of those without tokens the drafts do not matter
             if isinstance(drafts, int):
@@ -488,18 +488,22 @@ def _trimmed(
         return [] if unchanged == generated else None
     if not isinstance(unchanged, bytes):
         return None
-    left = bytearray(unchanged)
     trimmed = []
+    if unchanged != generated:
+        left = bytearray(unchanged)
+        for request_id in ended:
+            row = rows.get(request_id, -1)
+            if 0 <= row < len(left) and left[row] != generated[row]:
+                trimmed.append((request_id, generated[row], left[row]))
+                left[row] = generated[row]
+        if left != generated:
+            return None  # of somebody who did not end
     for request_id in ended:
         row = rows.get(request_id, -1)
-        if not (0 <= row < len(generated) and isinstance(sampled[row], list)):
+        # By something else than this step, or it failed; or not a list.
+        if not (0 <= row < len(unchanged) and unchanged[row] and isinstance(sampled[row], list)):
             return None
-        if not left[row]:
-            return None  # it was not this step that ended it, or it failed
-        if left[row] != generated[row]:
-            trimmed.append((request_id, generated[row], left[row]))
-            left[row] = generated[row]
-    return trimmed if left == generated else None
+    return trimmed
 
 
 def _delivered(scheduler: Any, parts: Iterable[Sequence[Any]]) -> tuple[dict[str, int], list[str], list[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from otel_specdec.candidates import PICKS, PLACES, Candidate, Candidates
 
@@ -25,12 +25,8 @@ The drafts are one number (≥ 1) if every candidate had as many and got a token
 _no_row: Final = itertools.repeat(-1)
 
 
-class Entered(NamedTuple):
-    """A birth, and the place where its rows are looked up."""
-
-    order: float
-    request: Any
-    place: int
+Entered = tuple[float, Any, int]
+"""A birth, and the place where its rows are looked up."""
 
 
 class Places:
@@ -65,7 +61,7 @@ class Places:
         for order, request in births:
             request_id = request.request_id
             if request_id and request_id not in self._by_id:  # preempted before its first token, and back
-                entered.append(Entered(order, request, len(self._ids)))
+                entered.append((order, request, len(self._ids)))
                 self._by_id[request_id] = len(self._ids)
                 self._ids.append(request_id)
                 self._rows = ()

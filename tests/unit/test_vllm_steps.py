@@ -368,7 +368,7 @@ def test_places_are_given_anew_only_when_they_are_many() -> None:
 def test_numbers_of_any_size_are_counted(length: int, drafts_only: bool) -> None:
     sums = adapter._StepSums()
     tokens = 2 if drafts_only or length > 255 else length
-    changes = adapter.Changes([2], [], {"b"}, [("b", (length, 4, 3))], 0)
+    changes: adapter.Changes = ([2], [], {"b"}, [("b", (length, 4, 3))], 0)
     sums.add_steps(
         [
             ((bytes([min(length, 255), 3, 0]), bytes([tokens, 1, 5]), ()), None),
