@@ -338,10 +338,7 @@ class RankTally:
             try:
                 if self._aside:
                     self._catch_up()
-                if not ending and rids == self._same:
-                    self._newer = columns
-                else:
-                    self._message(rids, columns, reasons, ending, self._watch.states.get, _trace_of)
+                self._message(rids, columns, reasons, ending, self._watch.states.get, _trace_of)
             finally:
                 self._reading.release()
         else:
@@ -349,6 +346,31 @@ class RankTally:
             found = map(self._watch.states.get, rids)
             seen = {rid: _Seen(state) for rid, state in zip(rids, found, strict=True) if state is not None}
             self._aside.append(partial(self._message, rids, columns, reasons, ending, seen.get, _trace))
+
+    def steady(self, rids: Sequence[str], message: Any, columns_of: Callable[[Any], Columns]) -> bool:
+        """Note a message of the same generations as the last in which nobody ends; False, and nothing done, for others.
+
+        Most messages are like that. The ids are compared one by one and not hashed.
+        """
+        same = self._same
+        if rids != same or not self._reading.acquire(blocking=False):
+            return False
+        try:
+            number = len(rids)
+            columns = columns_of(message)
+            if (
+                self._same is not same  # a collection came between
+                or self._aside
+                or message.finished_reasons.count(None) != number
+                or {*map(len, columns)} != {number}
+            ):
+                return False
+            self._newer = columns
+        except (AttributeError, TypeError):  # a column is absent, or None
+            return False
+        finally:
+            self._reading.release()
+        return True
 
     def _message(
         self,
@@ -643,6 +665,8 @@ class Watch:
         self._engine = engine
         self._columns: Callable[[Any], Columns] = attrgetter(*knowledge.fields.values())
         self._tallies: dict[int, RankTally] = {}
+        self._only: RankTally | None = None
+        """The tally, if there is one alone: then the same generations are of the same rank."""
 
     @property
     def ended(self) -> bool:
@@ -664,6 +688,7 @@ class Watch:
         if tally is None:
             assert self._engine is not None
             tally = self._tallies[rank] = RankTally(self)
+            self._only = tally if len(self._tallies) == 1 else None
             self.owner.listener.engine_started(replace(self._engine, index=rank), tally, self.is_idle)
         return tally
 
@@ -672,6 +697,8 @@ class Watch:
         rids = message.rids
         number = len(rids)
         if not number:
+            return
+        if self._only is not None and self._only.steady(rids, message, self._columns):
             return
         columns: Columns
         try:

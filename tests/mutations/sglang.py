@@ -178,7 +178,20 @@ MUTATIONS = tuple(
             "if not ending and len(live) == before + len(born):",
             "if len(live) == before + len(born):",
         ),
-        ("an end among the same", "hooks", "if not ending and rids == self._same:", "if rids == self._same:"),
+        removed(
+            "an end among the same",
+            "hooks",
+            "                or message.finished_reasons.count(None) != number\n",
+        ),
+        removed("a column is short", "hooks", "                or {*map(len, columns)} != {number}\n"),
+        removed("what is put aside comes first", "hooks", "                or self._aside\n"),
+        ("a collection comes between", "hooks", "self._same is not same ", "self._same is None "),
+        (
+            "a column is missing",
+            "hooks",
+            "        except (AttributeError, TypeError):  # a column is absent",
+            "        except KeyError:  # a column is absent",
+        ),
         # Ranks, hooks, threads, exemplars.
         ("several ranks", "response_path", "if not ranks or ranks.count(ranks[0]) == number:", "if True:"),
         ("another rank", "response_path", "rank = ranks[0] or 0 if ranks else 0", "rank = 0"),
