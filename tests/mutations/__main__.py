@@ -3,7 +3,7 @@
     python -m tests.mutations [--jobs 2] [NAME ...]    # mutations whose name contains one of these; all without
 
 Each mutation is made in a copy of the working tree, in which the one module of tests runs that should catch it. Needs
-the environment `sglang`; some 10 minutes on two cores. It is not a test: it tells what the tests are worth.
+the environments `dev` and `sglang`; some 20 minutes on two cores. It is not a test: it tells what the tests are worth.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.mutations import sglang, vllm
 from tests.mutations.mutation import Mutation
-from tests.mutations.sglang import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / "build" / "venvs" / "sglang" / "bin" / "python"
+VENVS = ROOT / "build" / "venvs"
+MUTATIONS = (*sglang.MUTATIONS, *vllm.MUTATIONS)
 LIMIT_S = 300  # some mutations make a test wait for ever
 LEFT_OUT = shutil.ignore_patterns("build", "dist", ".git", ".*_cache", ".hypothesis", "__pycache__")
 
@@ -38,7 +39,8 @@ def outcome(mutation: Mutation) -> str:
             return f"NOT MADE: {mutation.source} has its text {text.count(mutation.old)} times"
         source.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        command = [str(PYTHON), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutation.tests]
+        python = VENVS / ("sglang" if "/sglang/" in mutation.tests else "dev") / "bin" / "python"
+        command = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutation.tests]
         try:
             ended = subprocess.run(
                 command, cwd=copy, env={**env, "PYTHONPATH": str(copy)}, timeout=LIMIT_S,

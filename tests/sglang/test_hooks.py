@@ -304,6 +304,19 @@ def test_a_message_of_the_same_generations_comes_after_what_was_put_aside() -> N
         assert rig.counted() == {"accepted": 20, "verify": 10, "completion": 32, "emitted": 30, "generations": 0}
 
 
+@pytest.mark.parametrize("missing", [[], None], ids=["empty", "none"])
+def test_a_message_of_the_same_generations_without_one_of_its_columns(missing: Any) -> None:
+    with Rig() as rig:
+        rig.add(["a", "b"], stream=True)
+        for step in range(1, 4):
+            rig.says(*(Says(rid, 1 + 3 * step, verify=step, accepted=2 * step) for rid in "ab"))
+        rig.says(*(Says(rid, 13, verify=4, accepted=8) for rid in "ab"), spec_num_correct_drafts=missing)
+        totals = rig.counted()
+        assert totals.get("accepted", 0) == 0  # not known
+        assert totals.items() >= {"verify": 8, "completion": 26, "emitted": 24}.items()
+        assert rig.meter.errors() == {}
+
+
 def test_a_collection_while_the_ids_of_a_message_are_compared() -> None:
     with Rig() as rig:
         rig.add(["a", "b"], stream=True)

@@ -55,7 +55,7 @@ class World:
         self.plain: Counter[str] = Counter()
         self.generations: list[tuple[str, Counter[str]]] = []  # finished since the last collection
         self.fresh: set[str] = set()
-        self.made = 0
+        self.req_ids: list[str] = []
 
     def went_idle(self) -> None:
         self.idle += 1
@@ -133,7 +133,10 @@ class World:
             elif self.rarely():
                 generated = rng.choice([0, valid + 3])  # which no version does
             sampled.append([1] * generated)
-        rows = {r.request_id: row for row, r in enumerate(live)}
+        places = list(enumerate(live))
+        if rng.random() < 0.3:
+            rng.shuffle(places)
+        rows = {r.request_id: row for row, r in places}
         if (
             not self.steady and rng.random() < 0.1
         ):  # one more that ended since it was scheduled: it is in the rows, and in nothing else
@@ -158,7 +161,8 @@ class World:
             self.scheduler.running.remove(request)
         output = SimpleNamespace(req_id_to_index=rows, sampled_token_ids=sampled)
         if rng.random() < 0.7:
-            output.req_ids = list(rows)
+            self.req_ids[:] = sorted(rows, key=rows.__getitem__)
+            output.req_ids = self.req_ids
         before = self.tally.before_step(self.scheduler, step, output)
         self.tally.stepping = True
 
@@ -205,6 +209,9 @@ class World:
         was_busy = bool(self.scheduler.finished_req_ids - before[-1])
         self.tally.after_step(self.scheduler, step, output, before, clients)
         self.became_idle += was_busy and not self.scheduler.requests
+        # The engine may use them again for the next step, as some versions do, and its list of ids.
+        rows.clear()
+        drafts.clear()
 
     def collect(self) -> None:
         """A collection: the sums equal the plain count, and so do the counts of each generation picked."""
@@ -262,6 +269,7 @@ def test_random_steps_equal_the_plain_count(seed: int, monkeypatch: pytest.Monke
     while steps < STEPS // 4:
         # Crowds of different size, so that the places for exemplars are sometimes free and sometimes all taken.
         crowd = world.random.choice([1, 3, 10, 40])
+        often = world.random.choice([0.1, 0.01])
         for _ in range(world.random.randint(1, 200)):
             if len(world.scheduler.requests) < crowd and world.random.random() < 0.7:
                 world.arrive()
@@ -276,14 +284,14 @@ def test_random_steps_equal_the_plain_count(seed: int, monkeypatch: pytest.Monke
                 during -= 1
                 if not during:
                     reading.release()
-            elif world.random.random() < 0.1:
+            elif world.random.random() < often:
                 world.collect()
         if during:
             during = 0
             reading.release()
         world.collect()
     # Where at most 4 finished, each was picked, but for the rare one that had lost its place in a crowd before.
-    assert 0.99 * world.few < world.few_picked <= world.few
+    assert 0.97 * world.few < world.few_picked <= world.few
     assert world.idle == world.became_idle > 0
 
 
