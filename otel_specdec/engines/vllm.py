@@ -32,7 +32,7 @@ from otel_specdec.candidates import choose
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.engines.hooking import is_hook
-from otel_specdec.engines.vllm_candidates import Birth, Entered, Followed, Following, Places, Step
+from otel_specdec.engines.vllm_candidates import Birth, Entered, Followed, Following, Part, Places, Step
 from otel_specdec.engines.vllm_front_end import FrontHooks
 from otel_specdec.engines.vllm_shared import describe_config, hook, logger
 from otel_specdec.names import MAX_POSITIONS
@@ -42,8 +42,9 @@ _TALLY: Final = "_otel_specdec_tally"
 
 _nothing: Final = itertools.repeat(())
 
-Part = tuple[int, int, int]  # one request's in a step: valid drafts, generated, emitted
 Lengths = bytes | list[int]  # bytes where none is above 255
+
+_BELOW_16: Final = bytes(range(16))
 
 _TOGETHER: Final = 32  # steps, until they are counted
 
@@ -150,8 +151,9 @@ class StepTally:
             if getattr(request, "resumable", False):
                 self._resumable = True
             order = random.random()
-            # With the second model runner, preempted requests that come back are new too.
-            if order < bar and not request.num_output_tokens:
+            # With the second model runner, preempted requests that come back are new too, and so is a session's next
+            # turn, whose request has no output of its own yet.
+            if order < bar and not request.num_output_tokens and request_id not in self._paused_sessions:
                 births.append((order, request))
         return births
 
@@ -277,8 +279,7 @@ class StepTally:
                 _, generated, of_places = step
                 _, births, ended, trimmed, unix_nano = changes
                 following.born(births, [generated[of_places[place]] for _, _, place in births])
-                for request_id, (drafts, got, out) in trimmed:
-                    following.trimmed(request_id, got - out, verified=drafts > 0)
+                following.trimmed(trimmed)
                 self._finished += len(ended)
                 following.finished(ended, unix_nano)
         following.tidy()
@@ -408,16 +409,17 @@ class _StepSums:
         """Note steps whose tokens all went out, but for what was trimmed."""
         alike: dict[int, list[bytes | bytearray]] = {}
         mixed: list[tuple[bytes, bytes]] = []
+        tokens_without_drafts = bytearray()
         for (drafts, generated, _), changes in steps:
             tokens: bytes | bytearray = generated
             if changes is not None:
                 undrafted, _, _, trimmed, _ = changes
-                for _, part in trimmed:
-                    self._trims[part] += 1
+                if trimmed:
+                    self._trims.update([part for _, part in trimmed])
                 if undrafted:
                     tokens = bytearray(generated)
                     for row in undrafted:
-                        self._pairs[0, tokens[row]] += 1
+                        tokens_without_drafts.append(tokens[row])
                         tokens[row] = 0  # of those without tokens the drafts do not matter
             if isinstance(drafts, int):
                 alike.setdefault(drafts, []).append(tokens)
@@ -427,8 +429,10 @@ class _StepSums:
             self._add_alike(number, b"".join(all_tokens))
         if mixed:
             self._add_mixed(*map(b"".join, zip(*mixed, strict=True)))
+        if tokens_without_drafts:
+            self._add_alike(0, tokens_without_drafts)
 
-    def _add_alike(self, drafts: int, tokens: bytes) -> None:
+    def _add_alike(self, drafts: int, tokens: bytes | bytearray) -> None:
         """Note parts in steps that all had as many drafts."""
         left = len(tokens)
         for got in (*range(1, min(drafts + 2, 256)), 0):
@@ -441,7 +445,7 @@ class _StepSums:
 
     def _add_mixed(self, drafts: bytes, tokens: bytes) -> None:
         """Note parts in steps: at C speed, a few ns for each, where both numbers go into one byte."""
-        if max(drafts) > 15 or max(tokens) > 15:
+        if drafts.translate(None, _BELOW_16) or tokens.translate(None, _BELOW_16):
             self._pairs.update(zip(drafts, tokens, strict=True))
             return
         both = int.from_bytes(drafts, "little") << 4 | int.from_bytes(tokens, "little")

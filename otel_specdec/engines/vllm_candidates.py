@@ -16,6 +16,9 @@ from otel_specdec.candidates import PICKS, PLACES, Candidate, Candidates
 Birth = tuple[float, Any]
 """A request that had no token yet, and the random number that it drew."""
 
+Part = tuple[int, int, int]
+"""One request's part in a step: valid drafts, generated, emitted."""
+
 Step = tuple[int | bytes, bytes, Sequence[int]]
 """A step whose tokens all went out: drafts, tokens of each row, and the row of each place.
 
@@ -109,7 +112,6 @@ class Followed(Candidate):
         self.session_id = getattr(request, "session_id", None)
         self.trace_headers = getattr(request, "trace_headers", None)
         self.place = place
-        self.begin(0, 0, 0, 0)
 
     def begin(self, alike_steps: int, alike_drafts: int, since_alike: int, since_mixed: int) -> None:
         """Count from here on: the sums and the rows of the log that are there already are not its own."""
@@ -134,7 +136,8 @@ class Following:
         self._alike: list[tuple[int, bytes, Sequence[int]]] = []
         self._alike_steps = 0  # such steps, ever, and the drafts that each request had in them
         self._alike_drafts = 0
-        self._mixed: list[tuple[bytes, bytes]] = []  # drafts and tokens of each place
+        # Drafts and tokens of each row and the row of each place; in the first two a 0 at the end, for those at -1.
+        self._mixed: list[tuple[bytes, bytes, Sequence[int]]] = []
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
@@ -161,9 +164,7 @@ class Following:
             self._alike_steps += 1
             self._alike_drafts += drafts
         elif self._by_id:
-            # Who is not in the step, at -1, has nothing.
-            of_places = map((drafts + b"\0").__getitem__, rows), map((tokens + b"\0").__getitem__, rows)
-            self._mixed.append((bytes(of_places[0]), bytes(of_places[1])))
+            self._mixed.append((drafts + b"\0", tokens + b"\0", rows))
 
     def tidy(self) -> None:
         """Read the log for everybody where it is full."""
@@ -192,14 +193,14 @@ class Following:
                     followed.emitted += emitted
 
     def _add_up(
-        self, followed: Followed, tokens_of_places: Sequence[int] = (), mixed: tuple[bytes, bytes, int] | None = None
+        self, followed: Followed, tokens_of_places: Sequence[int] = (), mixed: Sequence[_Block] | None = None
     ) -> None:
         """Read what it did from the log.
 
         Args:
             followed: the candidate.
             tokens_of_places: what they did in alike steps, for those who were there since the log's beginning.
-            mixed: the log of mixed steps as one string of drafts, one of tokens, and the number of places in them.
+            mixed: the same of mixed steps.
         """
         place = followed.place
         if steps := self._alike_steps - followed.alike_steps:
@@ -213,12 +214,16 @@ class Following:
             followed.accepted += tokens - steps
             followed.completion += tokens
             followed.emitted += tokens
-        if mixed is not None:
-            all_drafts, all_tokens, width = mixed
-            own = slice(followed.since_mixed * width + place, None, width)
-            self._add_mixed(followed, all_drafts[own], all_tokens[own])
+        if mixed is not None and not followed.since_mixed:
+            for drafts, all_tokens, width, rows in mixed:
+                own = slice(rows[place], None, width)
+                self._add_mixed(followed, drafts[own], all_tokens[own])
         elif since := self._mixed[followed.since_mixed :]:
-            self._add_mixed(followed, [drafts[place] for drafts, _ in since], [tokens[place] for _, tokens in since])
+            self._add_mixed(
+                followed,
+                [drafts[rows[place]] for drafts, _, rows in since],
+                [generated[rows[place]] for _, generated, rows in since],
+            )
         followed.alike_steps, followed.alike_drafts = self._alike_steps, self._alike_drafts
 
     @staticmethod
@@ -244,18 +249,19 @@ class Following:
             columns.extend(map(tokens.__getitem__, rows) for tokens in summed)
         # Places that are not in all of these steps are of nobody who was there since the log's beginning.
         tokens_of_places = [*map(sum, zip(*columns, strict=False))]
-        mixed = _in_a_row(self._mixed) if self._mixed else None
+        mixed = [*_blocks(self._mixed)] if self._mixed else None
         for followed in self._by_id.values():
             self._add_up(followed, tokens_of_places, mixed)
             followed.since_alike = followed.since_mixed = 0
 
-    def trimmed(self, request_id: str, tokens: int, *, verified: bool) -> None:
-        """So many tokens of its part in the step just noted did not go out; it was a verify step for it, or not."""
-        followed = self._by_id.get(request_id)
-        if followed is not None:
-            followed.completion -= tokens
-            if verified:
-                followed.emitted -= tokens
+    def trimmed(self, parts: Iterable[tuple[str, Part]]) -> None:
+        """In the step just noted, less than the generated tokens of these went out."""
+        for request_id, (drafts, generated, emitted) in parts:
+            followed = self._by_id.get(request_id)
+            if followed is not None:
+                followed.completion -= generated - emitted
+                if drafts:
+                    followed.emitted -= generated - emitted
 
     def finished(self, request_ids: Iterable[str], unix_nano: int) -> None:
         """These generations finished."""
@@ -308,8 +314,21 @@ def _summed(steps: Sequence[bytes], most: int) -> Iterator[bytes]:
             yield total.to_bytes(max(map(len, some)), "little")
 
 
-def _in_a_row(steps: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes, int]:
-    """Drafts and tokens of all steps, each as one string, and a step's length in them."""
-    width = max(len(tokens) for _, tokens in steps)
-    drafts = [drafts.ljust(width, b"\0") for drafts, _ in steps]
-    return b"".join(drafts), b"".join([tokens.ljust(width, b"\0") for _, tokens in steps]), width
+_Block = tuple[bytes, bytes, int, Sequence[int]]
+"""Mixed steps in a row: their drafts as one string and their tokens as one, each step `width` long, and where in a step
+a place is."""
+
+
+def _blocks(steps: Sequence[tuple[bytes, bytes, Sequence[int]]]) -> Iterator[_Block]:
+    """What those did who had their place in all of these steps: of steps with the same rows without a look at them."""
+    moving: list[tuple[bytes, bytes]] = []
+    for (rows, width), same in itertools.groupby(steps, lambda step: (step[2], len(step[1]))):
+        drafts, tokens, _ = zip(*same, strict=True)
+        if len(tokens) > 1:
+            yield b"".join(drafts), b"".join(tokens), width, [row if row >= 0 else width - 1 for row in rows]
+        else:
+            moving.append((bytes(map(drafts[0].__getitem__, rows)), bytes(map(tokens[0].__getitem__, rows))))
+    if moving:
+        width = max(len(tokens) for _, tokens in moving)
+        drafts_in_a_row = b"".join([drafts.ljust(width, b"\0") for drafts, _ in moving])
+        yield drafts_in_a_row, b"".join([tokens.ljust(width, b"\0") for _, tokens in moving]), width, range(width)

@@ -42,6 +42,7 @@ MUTATIONS = tuple(
         ("a candidate is away, others change", STEPS, "if alike and places.complete and", "if alike and"),
         ("a candidate came back", STEPS, " and not came_back and", " and"),
         ("a candidate has no tokens", STEPS, "not came_back and 0 not in generated:", "not came_back:"),
+        ("a session's next turn", STEPS, " and request_id not in self._paused_sessions:", ":"),
         ("sessions", STEPS, "            and not (ended and self._resumable)\n", ""),
         # What is kept of it.
         removed(
@@ -49,8 +50,8 @@ MUTATIONS = tuple(
             STEPS,
             "                        tokens[row] = 0  # of those without tokens the drafts do not matter\n",
         ),
-        removed("new ones have tokens", STEPS, "                        self._pairs[0, tokens[row]] += 1\n"),
-        ("trimmed", STEPS, "                    self._trims[part] += 1\n", "                    pass\n"),
+        removed("new ones have tokens", STEPS, "                        tokens_without_drafts.append(tokens[row])\n"),
+        ("trimmed", STEPS, "self._trims.update([part for _, part in trimmed])", "pass"),
         ("its list of ids", STEPS, "None if row_ids is None else list(row_ids)", "row_ids"),
         ("its dictionaries", STEPS, "dict(each) if isinstance(each, dict) else each", "each"),
         ("the order of rows", STEPS, "self._row_ids or sorted(rows, key=rows.__getitem__)", "list(rows)"),
@@ -85,8 +86,14 @@ MUTATIONS = tuple(
         (
             "who is not in the step",
             CANDIDATES,
-            'map((tokens + b"\\0").__getitem__, rows)',
-            "map(tokens.__getitem__, rows)",
+            'tokens + b"\\0", rows))',
+            "tokens, rows))",
+        ),
+        (
+            "who is not in several steps",
+            CANDIDATES,
+            "[row if row >= 0 else width - 1 for row in rows]",
+            "rows",
         ),
         (
             "tokens without drafts",
@@ -101,8 +108,8 @@ MUTATIONS = tuple(
             "followed.proposed += sum(drafts)",
         ),
         ("its first tokens", CANDIDATES, "                followed.completion = number\n", "                pass\n"),
-        ("trimmed off it", CANDIDATES, "            followed.completion -= tokens\n", "            pass\n"),
-        ("trimmed off no verify step", CANDIDATES, "            if verified:\n", "            if True:\n"),
+        ("trimmed off it", CANDIDATES, "followed.completion -= generated - emitted", "pass"),
+        ("trimmed off no verify step", CANDIDATES, "                if drafts:\n", "                if True:\n"),
         (
             "a place of nobody",
             CANDIDATES,

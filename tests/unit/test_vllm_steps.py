@@ -331,12 +331,29 @@ def test_one_candidate_among_requests_that_are_none() -> None:
         of_places = places.rows(rows)
         assert of_places == [2]
         following.step((bytes([K] * 4) if number == 2 else K, bytes([1, 2, 3, 4]), of_places))
-    following.trimmed("newborn", 1, verified=True)
+    following.trimmed([("newborn", (K, 3, 2)), ("nobody", (K, 3, 2))])
     following.finished({"newborn", "nobody"}, 5)
     (followed,) = following.drain()
     assert (followed.accepted, followed.proposed, followed.verify) == (6, 3 * K, 3)
     assert (followed.completion, followed.emitted, followed.finished_unix_nano) == (8, 8, 5)
     following.finished({""}, 5)
+
+
+def test_a_candidate_that_waits_while_the_others_go_on() -> None:
+    following, places = Following(), Places()
+    births = [(0.5, Request(request_id, Counter())) for request_id in ("waits", "goes")]
+    following.born(places.enter(births), [1, 1])
+    together = bytes([2, 3]), bytes([2, 3]), places.rows({"waits": 0, "goes": 1})
+    places.look_again()
+    alone = bytes([4, 1]), bytes([4, 2]), places.rows({"other": 0, "goes": 1})
+    for step in (together, *[alone] * 16, together, *[alone] * 16):
+        following.step(step)
+        following.tidy()
+    following.finished(["waits", "goes"], 1)
+    by_id = {each.request_id: each for each in following.drain()}
+    waits, goes = by_id["waits"], by_id["goes"]
+    assert (waits.accepted, waits.proposed, waits.verify, waits.completion) == (2, 4, 2, 1 + 4)
+    assert (goes.accepted, goes.proposed, goes.verify, goes.completion) == (4 + 32, 6 + 32, 34, 1 + 6 + 64)
 
 
 def test_places_are_given_anew_only_when_they_are_many() -> None:
