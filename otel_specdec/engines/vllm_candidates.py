@@ -325,7 +325,7 @@ def _blocks(steps: Sequence[tuple[bytes, bytes, Sequence[int]]]) -> Iterator[_Bl
     for (rows, width), same in itertools.groupby(steps, lambda step: (step[2], len(step[1]))):
         drafts, tokens, _ = zip(*same, strict=True)
         if len(tokens) > 1:
-            yield b"".join(drafts), b"".join(tokens), width, [row if row >= 0 else width - 1 for row in rows]
+            yield b"".join(drafts), b"".join(tokens), width, rows  # -1 is the last of all: the 0 at the end
         else:
             moving.append((bytes(map(drafts[0].__getitem__, rows)), bytes(map(tokens[0].__getitem__, rows))))
     if moving:

@@ -25,7 +25,9 @@ MUTATIONS = tuple(
         ),
         removed("not served", STEPS, "            and served == len(generated) == len(rows)\n"),
         removed(
-            "no tokens", STEPS, "            and isinstance(generated, bytes)\n            and 0 not in generated\n"
+            "no tokens",
+            STEPS,
+            "            and isinstance(generated, bytes)\n            and 0 not in generated\n            # Nobody",
         ),
         removed(
             "somebody ended",
@@ -36,7 +38,7 @@ MUTATIONS = tuple(
         removed(
             "the end of a turn",
             STEPS,
-            "            and _lengths(output.sampled_token_ids) == generated\n        ):",
+            "            and _lengths(output.sampled_token_ids) == generated\n",
         ),
         ("a candidate is away", STEPS, "            if self._places.complete:\n", "            if True:\n"),
         ("a candidate is away, others change", STEPS, "if alike and places.complete and", "if alike and"),
@@ -88,12 +90,6 @@ MUTATIONS = tuple(
             CANDIDATES,
             'tokens + b"\\0", rows))',
             "tokens, rows))",
-        ),
-        (
-            "who is not in several steps",
-            CANDIDATES,
-            "[row if row >= 0 else width - 1 for row in rows]",
-            "rows",
         ),
         (
             "tokens without drafts",

@@ -12,13 +12,16 @@ import itertools
 import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from otel_specdec.counts import COUNT_FIELDS
-from otel_specdec.engines import Increment, Picked
+from otel_specdec.engines import Increment, Picked, vllm_candidates
 from otel_specdec.engines import vllm as adapter
 from otel_specdec.engines.vllm import StepTally
 from otel_specdec.engines.vllm_candidates import Following, Places
@@ -356,6 +359,22 @@ def test_a_candidate_that_waits_while_the_others_go_on() -> None:
     assert (goes.accepted, goes.proposed, goes.verify, goes.completion) == (4 + 32, 6 + 32, 34, 1 + 6 + 64)
 
 
+@given(st.lists(st.binary(min_size=2, max_size=9), min_size=1, max_size=40), st.integers(1, 300))
+def test_the_tokens_of_rows_are_added_without_a_carry(steps: list[bytes], most: int) -> None:
+    width = max(map(len, steps))
+    parts = [part.ljust(width, b"\0") for part in vllm_candidates._summed(steps, most)]
+    assert [*map(sum, zip(*parts, strict=True))] == [
+        *map(sum, zip(*[each.ljust(width, b"\0") for each in steps], strict=True))
+    ]
+
+
+@given(st.lists(st.binary(min_size=9, max_size=9).map(lambda row: bytes(n % 7 for n in row)), min_size=33))
+def test_steps_of_a_usual_model_are_added_as_one_number(steps: list[bytes]) -> None:
+    parts = [*vllm_candidates._summed(steps, 6)]
+    assert len(parts) == -(-len(steps) // (255 // 6))
+    assert [*map(sum, zip(*parts, strict=True))] == [*map(sum, zip(*steps, strict=True))]
+
+
 def test_places_are_given_anew_only_when_they_are_many() -> None:
     following, places = Following(), Places()
     rows: dict[str, int] = {}
@@ -433,6 +452,54 @@ def test_a_new_request_whose_first_tokens_are_trimmed_had_no_drafts() -> None:
     )
     (picked,) = taken.picked
     assert total(list(picked.increments), positions=False) == Counter(completion=1, generations=1)
+
+
+def plain_step(tally: StepTally, scheduler: Any, tokens: dict[str, int], *, new: Sequence[str] = ()) -> None:
+    """A step with an output for each request, who each have K drafts but the new."""
+    step = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=each) for each in new],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+        scheduled_spec_decode_tokens={each: [7] * K for each in tokens if each not in new},
+    )
+    output = SimpleNamespace(
+        req_id_to_index={each: row for row, each in enumerate(tokens)},
+        sampled_token_ids=[[1] * number for number in tokens.values()],
+    )
+    before = tally.before_step(scheduler, step, output)
+    for each, number in tokens.items():
+        scheduler.requests[each].num_output_tokens += number
+    outputs = [SimpleNamespace(request_id=i, new_token_ids=[1] * n, finish_reason=None) for i, n in tokens.items()]
+    tally.after_step(scheduler, step, output, before, {0: SimpleNamespace(outputs=outputs)})
+
+
+def test_an_output_without_tokens_is_no_verify_step() -> None:
+    requests = {each: Request(each, Counter()) for each in "ab"}
+    scheduler: Any = SimpleNamespace(requests=requests, running=["a", "b"], finished_req_ids=set())
+    listener: Any = SimpleNamespace(engine_idle=lambda: None)
+    tally = StepTally(SimpleNamespace(listener=listener), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    plain_step(tally, scheduler, {"a": 1, "b": 1}, new="ab")
+    plain_step(tally, scheduler, {"a": 3, "b": 0})
+    plain_step(tally, scheduler, {"a": 3, "b": 2})
+    tally._catch_up()
+    tally._following.finished("ab", 1)
+    taken = tally.take()
+    assert total(list(taken.increments), positions=False) == Counter(
+        accepted=5, proposed=3 * K, verify=3, completion=10, emitted=8
+    )
+    assert sorted(total(list(picked.increments), positions=False)["verify"] for picked in taken.picked) == [1, 2]
+
+
+def test_a_sessions_next_turn_is_not_taken_for_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("a", Counter(), resumable=True)
+    scheduler: Any = SimpleNamespace(requests={"a": request}, running=["a"], finished_req_ids=set())
+    tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(random, "random", lambda: 1.0)  # no candidate
+    plain_step(tally, scheduler, {"a": 1}, new="a")
+    tally._count({"a": 1}, [], ["a"], {}, [1], {"a": 0}, ())  # its turn ends
+    monkeypatch.setattr(random, "random", lambda: 0.0)
+    request.num_output_tokens = 0  # what it generated is part of its prompt now
+    plain_step(tally, scheduler, {"a": 1}, new="a")
+    assert not tally._following
 
 
 def test_rows_without_sampled_tokens_are_counted_by_what_went_out() -> None:
