@@ -454,8 +454,10 @@ def test_a_new_request_whose_first_tokens_are_trimmed_had_no_drafts() -> None:
     assert total(list(picked.increments), positions=False) == Counter(completion=1, generations=1)
 
 
-def plain_step(tally: StepTally, scheduler: Any, tokens: dict[str, int], *, new: Sequence[str] = ()) -> None:
-    """A step with an output for each request, who each have K drafts but the new."""
+def plain_step(
+    tally: StepTally, scheduler: Any, tokens: dict[str, int], *, new: Sequence[str] = (), trimmed: Sequence[str] = ()
+) -> None:
+    """A step with an output for each request, who each have K drafts but the new; one token is trimmed off some."""
     step = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=each) for each in new],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
@@ -468,7 +470,10 @@ def plain_step(tally: StepTally, scheduler: Any, tokens: dict[str, int], *, new:
     before = tally.before_step(scheduler, step, output)
     for each, number in tokens.items():
         scheduler.requests[each].num_output_tokens += number
-    outputs = [SimpleNamespace(request_id=i, new_token_ids=[1] * n, finish_reason=None) for i, n in tokens.items()]
+    for each in trimmed:
+        del output.sampled_token_ids[output.req_id_to_index[each]][-1:]
+    given_out = zip(tokens, output.sampled_token_ids, strict=True)
+    outputs = [SimpleNamespace(request_id=i, new_token_ids=list(out), finish_reason=None) for i, out in given_out]
     tally.after_step(scheduler, step, output, before, {0: SimpleNamespace(outputs=outputs)})
 
 
@@ -489,6 +494,16 @@ def test_an_output_without_tokens_is_no_verify_step() -> None:
     assert sorted(total(list(picked.increments), positions=False)["verify"] for picked in taken.picked) == [1, 2]
 
 
+def test_what_is_trimmed_though_nobody_ends_is_seen() -> None:
+    requests = {each: Request(each, Counter()) for each in "ab"}
+    scheduler: Any = SimpleNamespace(requests=requests, running=["a", "b"], finished_req_ids=set())
+    tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    plain_step(tally, scheduler, {"a": 3, "b": 4}, trimmed=["b"])
+    assert total(list(tally.take().increments), positions=False) == Counter(
+        accepted=5, proposed=2 * K, verify=2, completion=6, emitted=6
+    )
+
+
 def test_a_sessions_next_turn_is_not_taken_for_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request("a", Counter(), resumable=True)
     scheduler: Any = SimpleNamespace(requests={"a": request}, running=["a"], finished_req_ids=set())
@@ -499,6 +514,7 @@ def test_a_sessions_next_turn_is_not_taken_for_its_beginning(monkeypatch: pytest
     monkeypatch.setattr(random, "random", lambda: 0.0)
     request.num_output_tokens = 0  # what it generated is part of its prompt now
     plain_step(tally, scheduler, {"a": 1}, new="a")
+    tally._catch_up()
     assert not tally._following
 
 
