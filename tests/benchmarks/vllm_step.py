@@ -4,10 +4,11 @@
 
 The real scheduler of the installed vLLM with synthetic outputs (three tokens of five for each request and step). Beside
 our hook stand what one would write first: five `Counter.add` for each generation and step, and one `Histogram.record`.
-Every variant has a scheduler of its own, and they take turns, step after step; the figures are medians, and the
-spread is that of the medians of ten equal parts. Our hook counts steps 32 together: the steps that do so have a median
-of their own, which enters the figure by their share. A collection comes every 1,000 steps (some 20 s of a busy engine;
-the SDK's default is 60 s). Three kinds of step:
+Every variant has a scheduler of its own, and they take turns, step after step, in changing order. What one costs is
+the median of the differences to the plain step of the same round, and its spread that of the medians of ten equal
+parts. Our hook counts steps 32 together: those that do so have a median of their own, which enters the figure by their
+share. A collection comes every 1,000 steps (some 20 s of a busy engine; the SDK's default is 60 s). Three kinds of
+step:
 
 - alike: every request has four drafts, as with a draft model;
 - mixed: every other request has some drafts, of different number, as with n-grams;
@@ -24,7 +25,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ from tests.vllm.scheduler import DRAFT, Rig
 Update = Callable[[Any, Any, Any], Any]
 
 
-OURS = "otel_specdec"
-COUNTING = "otel_specdec, the steps that count the others"
+VARIANTS = PLAIN, OURS, ADDS, RECORD = "plain", "otel_specdec", "5 Counter.add", "1 Histogram.record"
 
 
 def naive_adds(plain: Update) -> Update:
@@ -118,17 +118,28 @@ def next_step(rig: Rig, shape: Shape, ids: Iterator[str]) -> tuple[Any, Any]:
     return step, output
 
 
-def measure(rig: Rig, shape: Shape, steps: int) -> dict[str, list[float]]:
-    """Microseconds of each step, by variant."""
+@dataclass(frozen=True)
+class Round:
+    """Microseconds of one step of each variant, and whether ours was one that counts the others too."""
+
+    times: dict[str, float]
+    counting: bool
+
+    def above(self, name: str) -> float:
+        return self.times[name] - self.times[PLAIN]
+
+
+def measure(rig: Rig, shape: Shape, steps: int) -> list[Round]:
+    """So many rounds."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     hooked: Update = vars(Scheduler)["update_from_output"]
     plain: Update = hooked.__wrapped__  # type: ignore[attr-defined]
     variants: dict[str, Update] = {
-        "plain": plain,
+        PLAIN: plain,
         OURS: lambda scheduler, step, output: scheduler.update_from_output(step, output),  # as the engine calls it
-        "5 Counter.add": naive_adds(plain),
-        "1 Histogram.record": naive_histogram(plain),
+        ADDS: naive_adds(plain),
+        RECORD: naive_histogram(plain),
     }
     ids = (f"cmpl-{number:032x}-0-abcdef12" for number in itertools.count())
     schedulers = {}
@@ -138,51 +149,49 @@ def measure(rig: Rig, shape: Shape, steps: int) -> dict[str, list[float]]:
             rig.add(request_id, max_tokens=1_000_000, prompt=8)
         rig.step({request_id: [10] for request_id in rig.scheduler.requests})
     tally: Any = vllm.Hooks._installed.tally_for(schedulers[OURS])  # type: ignore[union-attr]
-    times: dict[str, list[float]] = {name: [] for name in (*variants, COUNTING)}
+    rounds: list[Round] = []
+    order = list(variants)
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         for number in range(steps):
-            for name, update in variants.items():
+            times = {}
+            waiting = len(tally._line)
+            for name in order:
                 rig.scheduler = schedulers[name]
                 step, output = next_step(rig, shape, ids)
-                waiting = len(tally._line)
                 start = time.perf_counter()
-                update(rig.scheduler, step, output)
-                took = (time.perf_counter() - start) * 1e6
-                times[COUNTING if name == OURS and len(tally._line) < waiting else name].append(took)
+                variants[name](rig.scheduler, step, output)
+                times[name] = (time.perf_counter() - start) * 1e6
+            rounds.append(Round(times, len(tally._line) < waiting))
+            order.append(order.pop(0))
             if number % 1000 == 125:
                 rig.reader.get_metrics_data()
     finally:
         gc.enable()
         gc.unfreeze()
-    return times
+    return rounds
 
 
-def typical(times: dict[str, list[float]], name: str, part: slice = slice(None)) -> float:
-    """Microseconds of a step of this variant: the median; of ours that of either kind, by their share."""
-    each = times[name][part]
-    counting = times[COUNTING] if name == OURS else []
-    if not counting:
-        return statistics.median(each)
-    share = len(counting) / (len(counting) + len(times[OURS]))
-    return (1 - share) * statistics.median(each) + share * statistics.median(counting)
+def above(rounds: Sequence[Round], name: str) -> float:
+    """Microseconds above the plain step."""
+    kinds = [[each for each in rounds if each.counting is counting] for counting in (False, True)]
+    if name != OURS:
+        kinds = [[*rounds]]
+    return sum(statistics.median(each.above(name) for each in kind) * len(kind) for kind in kinds if kind) / len(rounds)
 
 
-def row(name: str, times: dict[str, list[float]]) -> str:
-    base, here = typical(times, "plain"), typical(times, name)
-    size = min(len(times["plain"]), len(times[name])) // 10
-    parts = [slice(n * size, (n + 1) * size) for n in range(10)]
-    over = [100 * (typical(times, name, part) / typical(times, "plain", part) - 1) for part in parts]
-    spread = f"{min(over):+.1f} … {max(over):+.1f} %" if name != "plain" else ""
-    return f"  {name:20} {here:9.1f} µs  {100 * (here / base - 1):+7.1f} %   {spread}"
+def percent(rounds: Sequence[Round], name: str) -> float:
+    return 100 * above(rounds, name) / statistics.median(each.times[PLAIN] for each in rounds)
 
 
-def per_generation(ending: dict[str, list[float]], alike: dict[str, list[float]], shape: Shape) -> float:
-    """Microseconds of our hook by finished generation, above what its steps cost."""
-    with_ends, without = (typical(each, OURS) - typical(each, "plain") for each in (ending, alike))
-    return (with_ends - without) / shape.ending
+def row(name: str, rounds: Sequence[Round]) -> str:
+    typical = statistics.median(each.times[PLAIN] for each in rounds) + above(rounds, name)
+    size = len(rounds) // 10
+    parts = [percent(rounds[n * size : (n + 1) * size], name) for n in range(10)]
+    spread = f"{min(parts):+.1f} … {max(parts):+.1f} %" if name != PLAIN else ""
+    return f"  {name:20} {typical:9.1f} µs  {percent(rounds, name):+7.1f} %   {spread}"
 
 
 def main() -> None:
@@ -196,19 +205,16 @@ def main() -> None:
             shapes = [Shape(requests), Shape(requests, mixed=True)]
             if requests > 8:
                 shapes.append(Shape(requests, ending=8))
-            alike: dict[str, list[float]] = {}
+            alike: list[Round] = []
             for shape in shapes:
-                times = measure(rig, shape, arguments.steps)
-                alike = alike or times
+                rounds = measure(rig, shape, arguments.steps)
+                alike = alike or rounds
                 print(f"{shape}, {arguments.steps} steps of each")
-                for name in times:
-                    if name != COUNTING:
-                        print(row(name, times), flush=True)
-                if times[COUNTING]:
-                    print(f"  {COUNTING}: {statistics.median(times[COUNTING]):.1f} µs")
+                for name in VARIANTS:
+                    print(row(name, rounds), flush=True)
                 if shape.ending:
-                    microseconds = per_generation(times, alike, shape)
-                    print(f"  {'otel_specdec':20} {microseconds:9.2f} µs by finished generation")
+                    own = (above(rounds, OURS) - above(alike, OURS)) / shape.ending
+                    print(f"  {OURS:20} {own:9.2f} µs by finished generation")
 
 
 if __name__ == "__main__":
