@@ -314,8 +314,9 @@ class RankTally:
         `_newer`."""
         self._same: Sequence[str] | None = None
         """Whose rows were in the last message, if all of them are in `_live`: most messages are of the same ones."""
-        self._newer: Columns | None = None
-        """The columns of the last message, if it was of the same ones as that before it: not in `_live` yet."""
+        self._newer: deque[tuple[Sequence[str], Columns]] = deque(maxlen=1)
+        """`_same` and the columns of the last message, if it was of the same ones as that before it: not in `_live`
+        yet. Put in and taken out at once, by whichever thread."""
         self._lives: dict[str, _Life] = {}
         """Of those, the ones of which something was added already, and those that need a look of their own."""
         self._done: list[tuple[Any, Any]] = []
@@ -350,26 +351,26 @@ class RankTally:
     def steady(self, rids: Sequence[str], message: Any, columns_of: Callable[[Any], Columns]) -> bool:
         """Note a message of the same generations as the last in which nobody ends; False, and nothing done, for others.
 
-        Most messages are like that. The ids are compared one by one and not hashed.
+        Most messages are like that. The ids are compared one by one and not hashed, and no lock is taken: see
+        `_forget_same`.
         """
         same = self._same
-        if rids != same or not self._reading.acquire(blocking=False):
+        if rids != same or self._aside:
             return False
         try:
             number = len(rids)
             columns = columns_of(message)
-            if (
-                self._same is not same  # a collection came between
-                or self._aside
-                or message.finished_reasons.count(None) != number
-                or {*map(len, columns)} != {number}
-            ):
+            if message.finished_reasons.count(None) != number:
                 return False
-            self._newer = columns
+            for column in columns:
+                if len(column) != number:
+                    return False
         except (AttributeError, TypeError):  # a column is absent, or None
             return False
-        finally:
-            self._reading.release()
+        self._newer.append((same, columns))
+        if self._same is not same:  # a collection came between, and may have passed it by
+            self._newer.clear()
+            return False
         return True
 
     def _message(
@@ -382,8 +383,7 @@ class RankTally:
         trace_of: Callable[[Any], TraceIds | None],
     ) -> None:
         live = self._live
-        self._note_newer()
-        self._same = None
+        self._forget_same()
         if ending == len(rids) and live.keys().isdisjoint(rids):
             # Each generation begins and ends with this message: what is not streamed, and short.
             states = list(map(state_of, rids))
@@ -563,21 +563,36 @@ class RankTally:
             self._aside.append(change)
 
     def _ended_unseen(self, rid: str) -> None:
-        self._note_newer()
-        self._same = None
+        self._forget_same()
         row = self._live.pop(rid, None)
         if row is not None:
             life = self._lives.pop(rid) if rid in self._lives else _Life(self._knowledge)
             self._finish(life, self._row(row), None)
 
-    def _note_newer(self) -> None:
-        if self._newer is not None and self._same is not None:
-            self._live.update(zip(self._same, zip(*self._newer)))  # noqa: B905  # as above
-        self._newer = None
+    def _note_newer(self, same: Sequence[str] | None = None) -> None:
+        try:
+            rids, columns = self._newer.pop()
+        except IndexError:
+            return
+        if rids is (same or self._same):
+            self._live.update(zip(rids, zip(*columns)))  # noqa: B905  # as above
+
+    def _forget_same(self) -> None:
+        """The next message is looked at row by row.
+
+        In this order: `steady`, which takes no lock, notes its columns first and looks then whether these are still the
+        same. If they are, the columns are found here; if not, it does nothing, and its message is counted as others
+        are.
+        """
+        same, self._same = self._same, None
+        self._note_newer(same)
 
     def _catch_up(self) -> None:
         while self._aside:
-            self._aside.popleft()()
+            try:
+                self._aside[0]()
+            finally:
+                self._aside.popleft()  # not before: `steady` looks whether there is something
 
     def take(self) -> Taken:
         """See `engines.Tally`. On the collecting thread; the event loop's does not wait for it."""
@@ -590,7 +605,7 @@ class RankTally:
             self._note_newer()
             for rid in gone:
                 if self._watch.closed:  # it may have ended in any way
-                    self._same = None
+                    self._forget_same()
                     self._live.pop(rid, None)
                     self._lives.pop(rid, None)
                 else:
@@ -615,8 +630,7 @@ class RankTally:
         """Let `to` go on with the running generations. What they did until here stays, to be taken from this one."""
         with self._reading:
             self._catch_up()
-            self._note_newer()
-            self._same = None
+            self._forget_same()
             self._add_running()
             to._live, self._live = self._live, {}
             to._lives, self._lives = self._lives, {}

@@ -304,6 +304,25 @@ def test_a_message_of_the_same_generations_comes_after_what_was_put_aside() -> N
         assert rig.counted() == {"accepted": 20, "verify": 10, "completion": 32, "emitted": 30, "generations": 0}
 
 
+def test_a_message_of_the_same_generations_while_one_put_aside_is_counted() -> None:
+    """The collection has just begun to count it, and the engine's thread goes on."""
+    with Rig() as rig:
+        rig.add(["a", "b"], stream=True)
+        for step in range(1, 4):
+            rig.says(*(Says(rid, 1 + 3 * step, verify=step, accepted=2 * step) for rid in "ab"))
+        tally = rig.manager._otel_specdec_watch._tallies[0]
+        with tally._reading:
+            rig.says(Says("a", 13, verify=4, accepted=8))
+        change = tally._aside[0]
+
+        def begun() -> None:
+            rig.says(*(Says(rid, 16, verify=5, accepted=10) for rid in "ab"))
+            change()
+
+        tally._aside[0] = begun
+        assert rig.counted() == {"accepted": 20, "verify": 10, "completion": 32, "emitted": 30, "generations": 0}
+
+
 @pytest.mark.parametrize("missing", [[], None], ids=["empty", "none"])
 def test_a_message_of_the_same_generations_without_one_of_its_columns(missing: Any) -> None:
     with Rig() as rig:
@@ -369,7 +388,14 @@ def test_collections_on_another_thread_lose_and_double_nothing() -> None:
             for number in range(300):
                 rids = [f"{number}-{each}" for each in range(8)]
                 rig.add(rids, stream=True)
-                rig.says(*(Says(rid, 4, verify=1, accepted=2, histogram=[0, 0, 1]) for rid in rids))
+                for tokens in range(2, 5):  # in the end those of one step
+                    step = [0, 0, 1] if tokens == 4 else []
+                    rig.says(
+                        *(
+                            Says(rid, tokens, verify=len(step) // 3, accepted=2 * len(step) // 3, histogram=step)
+                            for rid in rids
+                        )
+                    )
                 rig.says(*(Says(rid, 8, verify=2, accepted=5, histogram=[0, 0, 1, 1], reason=LENGTH) for rid in rids))
         finally:
             stop.set()
