@@ -12,6 +12,7 @@ has hooks of its own (`vllm_front_end`), the exemplars' candidates are in `vllm_
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import inspect
 import itertools
@@ -24,11 +25,12 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final
 
 import wrapt
 
-from otel_specdec.candidates import choose
+from otel_specdec.candidates import PICKS, PLACES, choose
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.engines.hooking import is_hook
@@ -155,6 +157,8 @@ class StepTally:
             # turn, whose request has no output of its own yet.
             if order < bar and not request.num_output_tokens and request_id not in self._paused_sessions:
                 births.append((order, request))
+        if len(births) > PLACES + PICKS:  # no more of them can stay candidates
+            births = heapq.nsmallest(PLACES + PICKS, births, itemgetter(0))
         return births
 
     def after_step(self, scheduler: Any, step: Any, output: Any, before: Before, result: Any) -> None:
@@ -253,7 +257,8 @@ class StepTally:
                 )
                 places.leave(ended)
             self._line.append((whole, changes))
-            if len(self._line) >= _TOGETHER:
+            # Until births are counted, all that come are below the bar.
+            if len(self._line) >= _TOGETHER or places.crowded:
                 self._count_line()
         if ended and not scheduler.requests:
             self.owner.listener.engine_idle()

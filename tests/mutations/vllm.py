@@ -65,6 +65,7 @@ MUTATIONS = tuple(
             "                self._count_whole(steps)\n                steps = []\n                each()\n",
             "                each()\n",
         ),
+        ("too many places", STEPS, "len(self._line) >= _TOGETHER or places.crowded:", "len(self._line) >= _TOGETHER:"),
         # Candidates.
         (
             "what was before it",

@@ -494,6 +494,28 @@ def test_an_output_without_tokens_is_no_verify_step() -> None:
     assert sorted(total(list(picked.increments), positions=False)["verify"] for picked in taken.picked) == [1, 2]
 
 
+def test_a_crowd_that_comes_at_once_has_few_places() -> None:
+    requests = {f"r{number}": Request(f"r{number}", Counter()) for number in range(3000)}
+    scheduler: Any = SimpleNamespace(requests=requests, running=list(requests), finished_req_ids=set())
+    tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    ids = list(requests)
+    for number in range(0, len(ids), 100):
+        plain_step(tally, scheduler, dict.fromkeys(ids[number : number + 100], 1), new=ids[number : number + 100])
+        assert len(tally._places._ids) < 300
+    plain_step(tally, scheduler, dict.fromkeys(ids, 3))
+    tally._catch_up()
+    assert len(tally._following._by_id) == 68
+    plain_step(tally, scheduler, dict.fromkeys(ids, 2))
+    tally._catch_up()
+    assert len(tally._places._ids) <= 136
+    tally._following.finished(ids, 1)
+    taken = tally.take()
+    assert {total(list(each.increments), positions=False)["accepted"] for each in taken.picked} == {3}
+    assert total(list(taken.increments), positions=False) == Counter(
+        accepted=9000, proposed=6000 * K, verify=6000, completion=18000, emitted=15000
+    )
+
+
 def test_what_is_trimmed_though_nobody_ends_is_seen() -> None:
     requests = {each: Request(each, Counter()) for each in "ab"}
     scheduler: Any = SimpleNamespace(requests=requests, running=["a", "b"], finished_req_ids=set())
