@@ -2,7 +2,8 @@
 
 Where it runs: in the process that holds the scheduler (EngineCore, or the application itself with
 `VLLM_ENABLE_V1_MULTIPROCESSING=0`), on the engine's thread, once a step. What it may cost: a few passes at C speed
-over the step's requests; no lock that waits, a byte or two per generation that outlive the step, no OpenTelemetry.
+over the step's requests; no lock that waits, a byte or two per generation until 32 steps are counted together, no
+OpenTelemetry.
 
 Hooks, all on the base class `vllm.v1.core.sched.scheduler.Scheduler` (`AsyncScheduler` inherits them): `__init__` (the
 engine is known), `update_from_output` (the counts), `finish_requests` (aborts). vllm is never imported from here: the
@@ -76,8 +77,9 @@ Whole = tuple[Step, Changes | None]
 class StepTally:
     """What one scheduler's steps did: how often each (valid drafts, generated, emitted) occurred, and who finished.
 
-    The engine's thread never waits: if a collection is just reading the sums (some µs, 5 ms if the reader loses the
-    GIL in the middle), the step's data are put aside and counted with the next step, or by the next collection.
+    Steps stand in a line until there are enough to count together, or somebody collects. The engine's thread never
+    waits: if a collection is just reading the sums (some µs, 5 ms if the reader loses the GIL in the middle), what is
+    in the line is counted with the next step, or by the next collection.
     """
 
     def __init__(self, owner: Hooks, scheduler: Any, *, counts: bool) -> None:
