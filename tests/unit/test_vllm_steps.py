@@ -294,7 +294,7 @@ def test_random_steps_equal_the_plain_count(seed: int, monkeypatch: pytest.Monke
             reading.release()
         world.collect()
     # Where at most 4 finished, each was picked, but for the rare one that had lost its place in a crowd before.
-    assert 0.97 * world.few < world.few_picked <= world.few
+    assert 0.95 * world.few < world.few_picked <= world.few
     assert world.idle == world.became_idle > 0
 
 
