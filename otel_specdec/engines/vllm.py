@@ -279,17 +279,26 @@ class StepTally:
 
     def _count_whole(self, steps: Sequence[Whole]) -> None:
         self._sums.add_steps(steps)
-        following = self._following
+        failed: Exception | None = None
         for step, changes in steps:
-            following.step(step)
-            if changes is not None:
-                _, generated, of_places = step
-                _, births, ended, trimmed, unix_nano = changes
-                following.born(births, [generated[of_places[place]] for _, _, place in births])
-                following.trimmed(trimmed)
-                self._finished += len(ended)
-                following.finished(ended, unix_nano)
-        following.tidy()
+            try:
+                self._follow(step, changes)
+            except Exception as error:  # the others are not to be lost with it
+                failed = failed or error
+        self._following.tidy()
+        if failed is not None:
+            raise failed
+
+    def _follow(self, step: Step, changes: Changes | None) -> None:
+        following = self._following
+        following.step(step)
+        if changes is not None:
+            _, generated, of_places = step
+            _, births, ended, trimmed, unix_nano = changes
+            self._finished += len(ended)
+            following.born(births, [generated[of_places[place]] for _, _, place in births])
+            following.trimmed(trimmed)
+            following.finished(ended, unix_nano)
 
     def _count(
         self,

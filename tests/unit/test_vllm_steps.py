@@ -494,6 +494,35 @@ def test_an_output_without_tokens_is_no_verify_step() -> None:
     assert sorted(total(list(picked.increments), positions=False)["verify"] for picked in taken.picked) == [1, 2]
 
 
+class Unreadable(Request):
+    """The engine has made an attribute of it something that fails."""
+
+    @property
+    def trace_headers(self) -> None:
+        raise RuntimeError("no headers")
+
+    @trace_headers.setter
+    def trace_headers(self, value: None) -> None: ...
+
+
+def test_a_step_that_cannot_be_followed_takes_no_other_with_it() -> None:
+    requests = {"a": Request("a", Counter()), "b": Unreadable("b", Counter())}
+    scheduler: Any = SimpleNamespace(requests=requests, running=["a", "b"], finished_req_ids=set())
+    tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    plain_step(tally, scheduler, {"a": 1}, new="a")
+    plain_step(tally, scheduler, {"a": 3, "b": 1}, new="b")
+    plain_step(tally, scheduler, {"a": 3, "b": 2})
+    with pytest.raises(RuntimeError, match="no headers"):
+        tally._catch_up()
+    tally._following.finished("ab", 1)
+    taken = tally.take()
+    assert total(list(taken.increments), positions=False) == Counter(
+        accepted=5, proposed=3 * K, verify=3, completion=10, emitted=8
+    )
+    (picked,) = taken.picked
+    assert total(list(picked.increments), positions=False)["verify"] == 2
+
+
 def test_a_crowd_that_comes_at_once_has_few_places() -> None:
     requests = {f"r{number}": Request(f"r{number}", Counter()) for number in range(3000)}
     scheduler: Any = SimpleNamespace(requests=requests, running=list(requests), finished_req_ids=set())
