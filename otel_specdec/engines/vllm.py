@@ -92,7 +92,7 @@ class StepTally:
         self._sums = _StepSums()
         self._finished = 0
         self._resumable = False  # whether a request ever was: only those have a turn that ends without finishing them
-        self._paused_sessions: set[str] = set()
+        self._paused_sessions: set[str] = set()  # those whose turn ended; of the engine's thread, as all below
         self._places = Places()
         self._following = Following()
         self._inside: list[tuple[str, bool]] = []  # aborted while `update_from_output` ran
@@ -189,6 +189,7 @@ class StepTally:
             and len(scheduler.finished_req_ids) == len(finished_before)
             and len(scheduler.running) == running
             and not self._inside
+            and not self._resumable  # see below
             # Nothing was trimmed, as at the end of a turn.
             and _lengths(output.sampled_token_ids) == generated
         ):
@@ -234,7 +235,7 @@ class StepTally:
             # No request failed inside the call, or left the running ones in another way than by finishing.
             and not self._inside
             and len(scheduler.running) == running - len(ended)
-            and not (ended and self._resumable)
+            and not (self._resumable and _somebody_stopped(parts))  # a turn may be over, also of who was preempted
             and (trimmed := _trimmed(ended, rows, generated, output.sampled_token_ids)) is not None
         ):
             of_places = self._rows_of_places(output)
@@ -244,8 +245,12 @@ class StepTally:
                 whole = by_row, generated, of_places
         if whole is None or trimmed is None:
             delivered, stopped, turns = _delivered(scheduler, parts)
-            self._do(self._count, delivered, stopped, turns, drafts, generated, rows, entered)
+            self._do(self._count, delivered, stopped, drafts, generated, rows, entered)
             places.leave(stopped)
+            self._paused_sessions.difference_update(stopped)
+            if turns:
+                self._resumable = True
+                self._paused_sessions.update(turns)
             self._settle_inside()
         else:
             changes = None
@@ -304,7 +309,6 @@ class StepTally:
         self,
         delivered: Mapping[str, int],
         stopped: Sequence[str],
-        turns: Sequence[str],
         drafts: Mapping[str, Any],
         generated: Lengths,
         rows: Mapping[str, int],
@@ -318,13 +322,8 @@ class StepTally:
                 self._sums.add(len(drafts.get(request_id, ())), generated[row], emitted)
         if self._following:
             self._following.odd_step(drafts, generated, rows, delivered)
-        for request_id in stopped:
-            self._finished += 1
-            self._paused_sessions.discard(request_id)
+        self._finished += len(stopped)
         self._following.finished(stopped, time.time_ns())
-        if turns:
-            self._resumable = True
-            self._paused_sessions.update(turns)
 
     def before_finish(self, scheduler: Any, request_ids: Iterable[str]) -> list[Any]:
         """The requests among these that are not finished yet."""
@@ -337,8 +336,7 @@ class StepTally:
         if self.stepping:  # the call came from inside `update_from_output`
             self._inside += taken
         elif taken:
-            self._do(self._aborted, taken)
-            self._places.leave([request_id for request_id, _ in taken])
+            self._settle(taken)
             if not scheduler.requests:
                 self.owner.listener.engine_idle()
 
@@ -346,18 +344,22 @@ class StepTally:
         """Count the requests that failed inside `update_from_output`, after the step that may have served them."""
         taken, self._inside = self._inside, []
         if taken:
-            self._do(self._aborted, taken)
-            self._places.leave([request_id for request_id, _ in taken])
+            self._settle(taken)
 
-    def _aborted(self, taken: list[tuple[str, bool]]) -> None:
-        for request_id, has_tokens in taken:
-            # A resumed session's earlier output has become part of its prompt.
-            if has_tokens or request_id in self._paused_sessions:
-                self._finished += 1
-                self._following.finished((request_id,), time.time_ns())
-            else:
-                self._following.gone(request_id)
-            self._paused_sessions.discard(request_id)
+    def _settle(self, taken: list[tuple[str, bool]]) -> None:
+        paused = self._paused_sessions
+        # A resumed session's earlier output has become part of its prompt.
+        generations = [request_id for request_id, has_tokens in taken if has_tokens or request_id in paused]
+        ids = [request_id for request_id, _ in taken]
+        self._do(self._aborted, ids, generations)
+        self._places.leave(ids)
+        paused.difference_update(ids)
+
+    def _aborted(self, request_ids: Iterable[str], generations: Collection[str]) -> None:
+        self._finished += len(generations)
+        self._following.finished(generations, time.time_ns())
+        for request_id in request_ids:
+            self._following.gone(request_id)  # those without a token: the others are gone already
 
     def _do(self, change: Callable[..., None], *arguments: Any) -> None:
         """Apply a change to the sums, now, or when whoever reads them is done. On the engine's thread."""
@@ -524,6 +526,10 @@ def _trimmed(
         if not (0 <= row < len(unchanged) and unchanged[row] and isinstance(sampled[row], list)):
             return None
     return trimmed
+
+
+def _somebody_stopped(parts: Iterable[Sequence[Any]]) -> bool:
+    return any(output.finish_reason is not None for outputs in parts for output in outputs)
 
 
 def _delivered(scheduler: Any, parts: Iterable[Sequence[Any]]) -> tuple[dict[str, int], list[str], list[str]]:

@@ -41,7 +41,15 @@ MUTATIONS = tuple(
         ("a candidate came back", STEPS, " and not came_back and", " and"),
         ("a candidate has no tokens", STEPS, "not came_back and 0 not in generated:", "not came_back:"),
         ("a session's next turn", STEPS, " and request_id not in self._paused_sessions:", ":"),
-        ("sessions", STEPS, "            and not (ended and self._resumable)\n", ""),
+        removed("sessions", STEPS, "            and not self._resumable  # see below\n"),
+        (
+            "sessions' turns",
+            STEPS,
+            "            and not (self._resumable and _somebody_stopped(parts))  # a turn may be over, also of who was"
+            " preempted\n",
+            "",
+        ),
+        ("a preempted session's turn", STEPS, "and not (self._resumable and _somebody", "and not (ended and _somebody"),
         # What is kept of it.
         removed(
             "new ones have no drafts",
