@@ -39,6 +39,10 @@ JOBS = int(os.environ.get("TEST_JOBS") or min(2, os.cpu_count() or 1))
 STILL_RUNNING_S = 60.0
 """How often it is said what runs, in seconds."""
 
+ALONE = {Path("tests/vllm/test_server_tensor_parallel.py")}
+"""What runs after the others, with nothing beside it. The two workers wait for each other by turning in circles on all
+the cores of a small machine: beside them an engine has taken minutes to start, and their own steps take seconds."""
+
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13", "3.14")
 STARTED = time.monotonic()
 
@@ -331,7 +335,13 @@ def main(names: list[str]) -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # it makes each process of an engine compile for 20 s
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parts = [part for name in names for part in SUITES[name]()]
-    total = Runner(max(1, min(JOBS, len(parts)))).run_all(parts)
+    total: Counter[str] = Counter()
+    for jobs, some in (
+        (JOBS, [part for part in parts if part.target not in ALONE]),
+        (1, [part for part in parts if part.target in ALONE]),
+    ):
+        if some:
+            total += Runner(max(1, min(jobs, len(some)))).run_all(some)
     say("done")
     # Alone on its line and the last one: it is read by machines.
     print(summary(total), flush=True)

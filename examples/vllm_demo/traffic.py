@@ -206,8 +206,11 @@ async def send(
         if answered is not None:
             answered(answer)
 
-    # trust_env off: a proxy of the environment has no business between two processes of one machine
-    async with httpx.AsyncClient(base_url=url, timeout=seconds_each, trust_env=False) as client:
+    # A connection for each request: httpx and vLLM's server both keep an idle one for 5 s, and on a slow machine some
+    # requests went out just when the server closed theirs (ReadError).
+    # trust_env off: a proxy of the environment has no business between two processes of one machine.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=seconds_each, limits=limits, trust_env=False) as client:
         tasks = [asyncio.ensure_future(one(client, answer)) for answer in answers]
         _, late = await asyncio.wait(tasks, timeout=seconds) if tasks else ((), ())
         for task in late:

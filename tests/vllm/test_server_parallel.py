@@ -1,4 +1,4 @@
-"""Data and tensor parallelism on the real server: each engine once, its index on the points; workers count nothing."""
+"""Data parallelism on the real server: each engine counts once, its index on the points."""
 
 from __future__ import annotations
 
@@ -33,15 +33,3 @@ def test_two_engines_behind_two_api_servers_in_one_pod(models: Models, tmp_path:
             assert served.receiver.totals(Metric.GENERATIONS.value, **filters) > 0
         for point in served.points():
             assert pod.items() <= point.resource_attributes.items()
-
-
-def test_two_tensor_parallel_workers_are_one_engine(models: Models, tmp_path: Path) -> None:
-    # On one NUMA node vLLM's CPU backend starts with two workers only if each is told its cores.
-    with serving(
-        models,
-        tmp_path,
-        extra_args=["--tensor-parallel-size", "2"],
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    ) as served:
-        check_two_hundred_of_three_tokens(served)
-        check_attributes(served, {0})
