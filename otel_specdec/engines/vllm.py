@@ -301,9 +301,9 @@ class StepTally:
             _, generated, of_places = step
             _, births, ended, trimmed, unix_nano = changes
             self._finished += len(ended)
-            following.born(births, [generated[of_places[place]] for _, _, place in births])
-            following.trimmed(trimmed)
-            following.finished(ended, unix_nano)
+            if births:
+                following.born(births, [generated[of_places[place]] for _, _, place in births])
+            following.finished(ended, unix_nano, trimmed)
 
     def _count(
         self,
@@ -367,7 +367,7 @@ class StepTally:
             try:
                 self._catch_up()
                 change(*arguments)
-                self._renew_places()
+                self._following.renew(self._places)
             finally:
                 self._reading.release()
         else:
@@ -380,13 +380,9 @@ class StepTally:
         if self._reading.acquire(blocking=False):
             try:
                 self._catch_up()
-                self._renew_places()
+                self._following.renew(self._places)
             finally:
                 self._reading.release()
-
-    def _renew_places(self) -> None:
-        if self._places.crowded:
-            self._following.renew(self._places)
 
     def _catch_up(self) -> None:
         line = self._line
@@ -511,21 +507,17 @@ def _trimmed(
     if not isinstance(unchanged, bytes):
         return None
     trimmed = []
-    if unchanged != generated:
-        left = bytearray(unchanged)
-        for request_id in ended:
-            row = rows.get(request_id, -1)
-            if 0 <= row < len(left) and left[row] != generated[row]:
-                trimmed.append((request_id, generated[row], left[row]))
-                left[row] = generated[row]
-        if left != generated:
-            return None  # of somebody who did not end
+    left = bytearray(unchanged)
     for request_id in ended:
         row = rows.get(request_id, -1)
         # By something else than this step, or it failed; or not a list.
-        if not (0 <= row < len(unchanged) and unchanged[row] and isinstance(sampled[row], list)):
+        if not (0 <= row < len(unchanged) and (out := unchanged[row]) and isinstance(sampled[row], list)):
             return None
-    return trimmed
+        got = generated[row]
+        if out != got:
+            trimmed.append((request_id, got, out))
+            left[row] = got
+    return trimmed if left == generated else None  # or of somebody who did not end
 
 
 def _somebody_stopped(parts: Iterable[Sequence[Any]]) -> bool:

@@ -36,7 +36,7 @@ class Places:
     """Where the candidates' rows are looked up: a list of ids. Of the engine's thread alone.
 
     A place is never given to another as long as a step that is not counted yet may speak of it. So the list grows,
-    until it is `crowded` and somebody who has counted all calls `renew`.
+    until somebody who has counted all calls `renew`; which is urgent when it is `crowded`.
     """
 
     _NOBODY: Final = ""  # no request has this id
@@ -48,6 +48,9 @@ class Places:
         self._left = 0  # places of nobody
         self._rows: Sequence[int] = ()
         self.complete = True  # whether the rows found last were those of everybody
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     @property
     def crowded(self) -> bool:
@@ -129,6 +132,7 @@ class Following:
     """
 
     _FULL: Final = 32
+    _SPARE: Final = 8
 
     def __init__(self) -> None:
         self._candidates: Candidates[Followed] = Candidates(self._leave)
@@ -254,17 +258,16 @@ class Following:
             self._add_up(followed, tokens_of_places, mixed)
             followed.since_alike = followed.since_mixed = 0
 
-    def trimmed(self, parts: Iterable[tuple[str, Part]]) -> None:
-        """In the step just noted, less than the generated tokens of these went out."""
-        for request_id, (drafts, generated, emitted) in parts:
+    def finished(self, request_ids: Iterable[str], unix_nano: int, trimmed: Iterable[tuple[str, Part]] = ()) -> None:
+        """These generations finished; of some, less than the tokens generated in the step just noted went out."""
+        if self._by_id.keys().isdisjoint(request_ids):
+            return  # most are none of these
+        for request_id, (drafts, generated, emitted) in trimmed:
             followed = self._by_id.get(request_id)
             if followed is not None:
                 followed.completion -= generated - emitted
                 if drafts:
                     followed.emitted -= generated - emitted
-
-    def finished(self, request_ids: Iterable[str], unix_nano: int) -> None:
-        """These generations finished."""
         for followed in filter(None, map(self._by_id.get, request_ids)):
             self._add_up(followed)
             self._candidates.finish(followed, unix_nano)
@@ -284,7 +287,9 @@ class Following:
             self._mixed.clear()
 
     def renew(self, places: Places) -> None:
-        """Give those who are left new places. On the engine's thread, when every step is counted."""
+        """Give those who are left new places, if it is worth it. On the engine's thread, when every step is counted."""
+        if len(places) <= self._SPARE + 2 * len(self._by_id) and not places.crowded:
+            return  # a look at a place of nobody costs less
         self._add_all_up()
         for place, followed in enumerate(self._by_id.values()):
             followed.place = place

@@ -7,13 +7,17 @@ our hook stand what one would write first: five `Counter.add` for each generatio
 Every variant has a scheduler of its own, and they take turns, step after step, in changing order. What one costs is
 the median of the differences to the plain step of the same round, and its spread that of the medians of ten equal
 parts. Our hook counts steps 32 together: those that do so have a median of their own, which enters the figure by their
-share. A collection comes every 1,000 steps (some 20 s of a busy engine; the SDK's default is 60 s). Three kinds of
-step:
+share. A collection comes every 1,000 steps (some 20 s of a busy engine; the SDK's default is 60 s).
+
+A difference of two long steps is noisy on a shared machine. So what our hook's own calls take is also measured in
+itself, as the time of the hooked call less that of vLLM's method within it: this leaves out what the hook may do to
+vLLM's caches, and nothing else. Three kinds of step:
 
 - alike: every request has four drafts, as with a draft model;
 - mixed: every other request has some drafts, of different number, as with n-grams;
-- ending: in each step some requests finish, their last tokens trimmed, and as many new ones begin. What this costs
-  above the alike steps, by finished generation, is what a generation costs besides its steps, its birth included.
+- ending: in each step some requests finish, their last tokens trimmed, and as many new ones begin. What the hook's own
+  calls take above the alike steps, by finished generation, is what a generation costs besides its steps, its birth
+  included.
 
 Needs the environment `vllm`; it is not a test, and no test looks at a clock.
 """
@@ -27,6 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from examples.vllm_demo.tiny_model import ensure_models
 from otel_specdec.engines import vllm
+from otel_specdec.engines.vllm_shared import hook
 from tests.vllm.scheduler import DRAFT, Rig
 
 Update = Callable[[Any, Any, Any], Any]
@@ -120,9 +126,10 @@ def next_step(rig: Rig, shape: Shape, ids: Iterator[str]) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Round:
-    """Microseconds of one step of each variant, and whether ours was one that counts the others too."""
+    """Microseconds of one step of each variant, and of our hook's own calls; whether it counted the others too."""
 
     times: dict[str, float]
+    own: float
     counting: bool
 
     def above(self, name: str) -> float:
@@ -135,9 +142,19 @@ def measure(rig: Rig, shape: Shape, steps: int) -> list[Round]:
 
     hooked: Update = vars(Scheduler)["update_from_output"]
     plain: Update = hooked.__wrapped__  # type: ignore[attr-defined]
+    inner = 0.0
+
+    def timed(*args: Any) -> Any:
+        nonlocal inner
+        start = time.perf_counter()
+        result = plain(*args)
+        inner = time.perf_counter() - start
+        return result
+
+    ours = hook(timed, vllm._around_update)
     variants: dict[str, Update] = {
         PLAIN: plain,
-        OURS: lambda scheduler, step, output: scheduler.update_from_output(step, output),  # as the engine calls it
+        OURS: ours,
         ADDS: naive_adds(plain),
         RECORD: naive_histogram(plain),
     }
@@ -164,7 +181,7 @@ def measure(rig: Rig, shape: Shape, steps: int) -> list[Round]:
                 start = time.perf_counter()
                 variants[name](rig.scheduler, step, output)
                 times[name] = (time.perf_counter() - start) * 1e6
-            rounds.append(Round(times, len(tally._line) < waiting))
+            rounds.append(Round(times, times[OURS] - inner * 1e6, len(tally._line) < waiting))
             order.append(order.pop(0))
             if number % 1000 == 125:
                 rig.reader.get_metrics_data()
@@ -176,22 +193,36 @@ def measure(rig: Rig, shape: Shape, steps: int) -> list[Round]:
 
 def above(rounds: Sequence[Round], name: str) -> float:
     """Microseconds above the plain step."""
-    kinds = [[each for each in rounds if each.counting is counting] for counting in (False, True)]
-    if name != OURS:
-        kinds = [[*rounds]]
-    return sum(statistics.median(each.above(name) for each in kind) * len(kind) for kind in kinds if kind) / len(rounds)
+    if name == OURS:
+        return by_kind(rounds, lambda each: each.above(name))
+    return statistics.median(each.above(name) for each in rounds)
 
 
-def percent(rounds: Sequence[Round], name: str) -> float:
-    return 100 * above(rounds, name) / statistics.median(each.times[PLAIN] for each in rounds)
+def own(rounds: Sequence[Round]) -> float:
+    """Microseconds of our hook's own calls."""
+    return by_kind(rounds, lambda each: each.own)
 
 
-def row(name: str, rounds: Sequence[Round]) -> str:
-    typical = statistics.median(each.times[PLAIN] for each in rounds) + above(rounds, name)
+def by_kind(rounds: Sequence[Round], value: Callable[[Round], float]) -> float:
+    """The medians of the steps that only stand in the line and of those that count it, by their shares."""
+    kinds = [[value(each) for each in rounds if each.counting is counting] for counting in (False, True)]
+    return sum(statistics.median(kind) * len(kind) for kind in kinds if kind) / len(rounds)
+
+
+def plain(rounds: Sequence[Round]) -> float:
+    return statistics.median(each.times[PLAIN] for each in rounds)
+
+
+def tenths(rounds: Sequence[Round]) -> list[Sequence[Round]]:
     size = len(rounds) // 10
-    parts = [percent(rounds[n * size : (n + 1) * size], name) for n in range(10)]
-    spread = f"{min(parts):+.1f} … {max(parts):+.1f} %" if name != PLAIN else ""
-    return f"  {name:20} {typical:9.1f} µs  {percent(rounds, name):+7.1f} %   {spread}"
+    return [rounds[n * size : (n + 1) * size] for n in range(10)]
+
+
+def row(name: str, rounds: Sequence[Round], more: Callable[[Sequence[Round]], float]) -> str:
+    """What it takes above the plain step: in µs, in percent, and the smallest and largest percentage of ten parts."""
+    parts = [100 * more(part) / plain(part) for part in tenths(rounds)]
+    spread = f"{min(parts):+.1f} … {max(parts):+.1f} %"
+    return f"  {name:24} {more(rounds):+9.1f} µs  {100 * more(rounds) / plain(rounds):+7.1f} %   {spread}"
 
 
 def main() -> None:
@@ -210,11 +241,17 @@ def main() -> None:
                 rounds = measure(rig, shape, arguments.steps)
                 alike = alike or rounds
                 print(f"{shape}, {arguments.steps} steps of each")
-                for name in VARIANTS:
-                    print(row(name, rounds), flush=True)
+                print(f"  {PLAIN:24} {plain(rounds):9.1f} µs")
+                for name in VARIANTS[1:]:
+                    print(row(name, rounds, partial(above, name=name)), flush=True)
+                print(row("otel_specdec's own calls", rounds, own), flush=True)
                 if shape.ending:
-                    own = (above(rounds, OURS) - above(alike, OURS)) / shape.ending
-                    print(f"  {OURS:20} {own:9.2f} µs by finished generation")
+                    parts = [
+                        (own(part) - own(other)) / shape.ending
+                        for part, other in zip(tenths(rounds), tenths(alike), strict=True)
+                    ]
+                    each = (own(rounds) - own(alike)) / shape.ending
+                    print(f"  by finished generation   {each:+9.2f} µs  ({min(parts):.2f} … {max(parts):.2f})")
 
 
 if __name__ == "__main__":
