@@ -15,9 +15,9 @@ vLLM's caches, and nothing else. Three kinds of step:
 
 - alike: every request has four drafts, as with a draft model;
 - mixed: every other request has some drafts, of different number, as with n-grams;
-- ending: in each step some requests finish, their last tokens trimmed, and as many new ones begin. What the hook's own
-  calls take above the alike steps, by finished generation, is what a generation costs besides its steps, its birth
-  included.
+- ending: in each step some requests finish, their last tokens trimmed, and as many new ones begin. A step in which
+  anybody does costs more than one in which nobody does; what a generation costs besides its steps, its birth included,
+  is what the hook's own calls take more where more of them finish.
 
 Needs the environment `vllm`; it is not a test, and no test looks at a clock.
 """
@@ -46,6 +46,7 @@ from tests.vllm.scheduler import DRAFT, Rig
 Update = Callable[[Any, Any, Any], Any]
 
 
+FEW, MANY = 8, 32  # generations that finish in a step
 VARIANTS = PLAIN, OURS, ADDS, RECORD = "plain", "otel_specdec", "5 Counter.add", "1 Histogram.record"
 
 
@@ -234,24 +235,21 @@ def main() -> None:
     with Rig(models, max_num_seqs=512) as rig:
         for requests in arguments.requests:
             shapes = [Shape(requests), Shape(requests, mixed=True)]
-            if requests > 8:
-                shapes.append(Shape(requests, ending=8))
-            alike: list[Round] = []
+            if requests >= 8 * FEW:
+                shapes += [Shape(requests, ending=FEW), Shape(requests, ending=MANY)]
+            by_ending: dict[int, list[Round]] = {}
             for shape in shapes:
-                rounds = measure(rig, shape, arguments.steps)
-                alike = alike or rounds
+                by_ending[shape.ending] = rounds = measure(rig, shape, arguments.steps)
                 print(f"{shape}, {arguments.steps} steps of each")
                 print(f"  {PLAIN:24} {plain(rounds):9.1f} µs")
                 for name in VARIANTS[1:]:
                     print(row(name, rounds, partial(above, name=name)), flush=True)
                 print(row("otel_specdec's own calls", rounds, own), flush=True)
-                if shape.ending:
-                    parts = [
-                        (own(part) - own(other)) / shape.ending
-                        for part, other in zip(tenths(rounds), tenths(alike), strict=True)
-                    ]
-                    each = (own(rounds) - own(alike)) / shape.ending
-                    print(f"  by finished generation   {each:+9.2f} µs  ({min(parts):.2f} … {max(parts):.2f})")
+            if MANY in by_ending:
+                pairs = zip(tenths(by_ending[FEW]), tenths(by_ending[MANY]), strict=True)
+                parts = [(own(many) - own(few)) / (MANY - FEW) for few, many in pairs]
+                each = (own(by_ending[MANY]) - own(by_ending[FEW])) / (MANY - FEW)
+                print(f"  a finished generation    {each:+9.2f} µs   {min(parts):.2f} … {max(parts):.2f}", flush=True)
 
 
 if __name__ == "__main__":
