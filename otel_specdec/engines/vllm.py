@@ -92,7 +92,7 @@ class StepTally:
         self._sums = _StepSums()
         self._finished = 0
         self._resumable = False  # whether a request ever was: only those have a turn that ends without finishing them
-        self._paused_sessions: set[str] = set()  # those whose turn ended; of the engine's thread, as all below
+        self._paused_sessions: set[str] = set()  # those whose turn ended; of the engine's thread
         self._places = Places()
         self._following = Following()
         self._inside: list[tuple[str, bool]] = []  # aborted while `update_from_output` ran
