@@ -91,11 +91,8 @@ def of_sglang(generations: int) -> tuple[float, float]:
         tally = RankTally(watch)
 
         def begin() -> None:
-            for tokens in (
-                1000,
-                2000,
-                3000,
-            ):  # of the same generations, the last message's columns are kept as they are
+            # Messages of the same generations: the last one's columns are kept as they are.
+            for tokens in (1000, 2000, 3000):
                 columns = [[tokens + n % 7 for n in range(number)] for _ in knowledge.fields]
                 message = SimpleNamespace(finished_reasons=[None] * number)
                 if not tally.steady(ids, message, lambda _: columns):  # noqa: B023

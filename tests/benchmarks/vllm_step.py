@@ -212,7 +212,8 @@ def by_kind(rounds: Sequence[Round], value: Callable[[Round], float]) -> float:
     return sum(statistics.median(kind) * len(kind) for kind in kinds if kind) / len(rounds)
 
 
-def plain(rounds: Sequence[Round]) -> float:
+def plain_time(rounds: Sequence[Round]) -> float:
+    """Microseconds of the plain step."""
     return statistics.median(each.times[PLAIN] for each in rounds)
 
 
@@ -223,9 +224,9 @@ def tenths(rounds: Sequence[Round]) -> list[Sequence[Round]]:
 
 def row(name: str, rounds: Sequence[Round], more: Callable[[Sequence[Round]], float]) -> str:
     """What it takes above the plain step: in µs, in percent, and the smallest and largest percentage of ten parts."""
-    parts = [100 * more(part) / plain(part) for part in tenths(rounds)]
+    parts = [100 * more(part) / plain_time(part) for part in tenths(rounds)]
     spread = f"{min(parts):+.1f} … {max(parts):+.1f} %"
-    return f"  {name:24} {more(rounds):+9.1f} µs  {100 * more(rounds) / plain(rounds):+7.1f} %   {spread}"
+    return f"  {name:24} {more(rounds):+9.1f} µs  {100 * more(rounds) / plain_time(rounds):+7.1f} %   {spread}"
 
 
 def main() -> None:
@@ -245,7 +246,7 @@ def main() -> None:
             for shape in shapes:
                 by_ending[shape.ending] = rounds = measure(rig, shape, arguments.steps, names)
                 print(f"{shape}, {arguments.steps} steps of each")
-                print(f"  {PLAIN:24} {plain(rounds):9.1f} µs")
+                print(f"  {PLAIN:24} {plain_time(rounds):9.1f} µs")
                 for name in names[1:]:
                     print(row(name, rounds, partial(above, name=name)), flush=True)
                 print(row("otel_specdec's own calls", rounds, own), flush=True)
