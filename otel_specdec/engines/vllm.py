@@ -26,7 +26,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import wrapt
@@ -52,6 +52,11 @@ _BELOW_16: Final = bytes(range(16))
 _TOGETHER: Final = 32  # steps, until they are counted
 
 _nobody: Final[frozenset[str]] = frozenset()
+_no_row: Final = itertools.repeat(-1)
+
+_req_id: Final = attrgetter("req_id")
+_resumable: Final = itertools.repeat("resumable")
+_false: Final = itertools.repeat(False)
 
 
 Before = tuple[Lengths, int, Sequence[str], Sequence[Birth], int, Set[str]]
@@ -63,11 +68,12 @@ candidates; how many run; ids of those that finished before, as far as the sched
 """
 
 
-Changes = tuple[Sequence[int], Sequence[Entered], Set[str], Sequence[tuple[str, Part]], int]
+Changes = tuple[Sequence[int], Sequence[Entered], Set[str], Sequence[int], Lengths, int]
 """How a step changed who runs.
 
-Rows without drafts, where the others had all as many; candidates that were born; ids of who ended; what was trimmed
-off them; the time of it in Unix nanoseconds, if anybody ended.
+Rows of the new, who had no drafts where all others had as many; candidates that were born; ids of those who ended, and
+their rows; how many tokens of each row went out, which may be less than were generated for those who ended; the time of
+it in Unix nanoseconds, if anybody did.
 """
 
 Whole = tuple[Step, Changes | None]
@@ -118,7 +124,7 @@ class StepTally:
         new: Sequence[str] = ()
         births: Sequence[Birth] = ()
         if step.scheduled_new_reqs:
-            new = [each.req_id for each in step.scheduled_new_reqs]
+            new = [*map(_req_id, step.scheduled_new_reqs)]
             births = self._births(scheduler, new)
         alike = 0
         if (
@@ -144,21 +150,25 @@ class StepTally:
             frozenset(finished) if finished else _nobody,
         )
 
-    def _births(self, scheduler: Any, new: Sequence[str]) -> list[Birth]:
-        births = []
+    def _births(self, scheduler: Any, new: Sequence[str]) -> Sequence[Birth]:
+        # Not after the call: it looks at these requests too, and finds them in the cache then.
+        requests = [*map(scheduler.requests.get, new)]
+        if not self._resumable and any(map(getattr, requests, _resumable, _false)):
+            self._resumable = True
+        orders = [random.random() for _ in new]
         bar = self._following.bar
-        requests = scheduler.requests
-        for request_id in new:
-            request = requests.get(request_id)
-            if request is None:
-                continue
-            if getattr(request, "resumable", False):
-                self._resumable = True
-            order = random.random()
+        if min(orders) >= bar:
+            return ()
+        births = [
+            (order, request)
+            for order, request in zip(orders, requests, strict=True)
             # With the second model runner, preempted requests that come back are new too, and so is a session's next
             # turn, whose request has no output of its own yet.
-            if order < bar and not request.num_output_tokens and request_id not in self._paused_sessions:
-                births.append((order, request))
+            if order < bar
+            and request is not None
+            and not request.num_output_tokens
+            and request.request_id not in self._paused_sessions
+        ]
         if len(births) > PLACES + PICKS:  # no more of them can stay candidates
             births = heapq.nsmallest(PLACES + PICKS, births, itemgetter(0))
         return births
@@ -213,7 +223,10 @@ class StepTally:
     def _after_other_step(
         self, scheduler: Any, step: Any, output: Any, before: Before, parts: Sequence[Sequence[Any]], served: int
     ) -> None:
-        """Count a step in which drafts differ, something changed, or went astray."""
+        """Count a step in which drafts differ, something changed, or went astray.
+
+        Unless it went astray, whoever began or ended is only noted, at C speed, and looked at when the line is counted.
+        """
         generated, alike, new, births, running, finished_before = before
         rows = output.req_id_to_index
         places = self._places
@@ -225,7 +238,8 @@ class StepTally:
         drafts = step.scheduled_spec_decode_tokens
         if drafts and not alike:
             drafts = _valid_drafts(step, drafts)
-        trimmed: Sequence[tuple[str, int, int]] | None = None
+        went_out = _lengths(output.sampled_token_ids)
+        rows_of_ended: Sequence[int] | None = None
         whole: Step | None = None
         if (
             isinstance(generated, bytes)
@@ -236,14 +250,14 @@ class StepTally:
             and not self._inside
             and len(scheduler.running) == running - len(ended)
             and not (self._resumable and _somebody_stopped(parts))  # a turn may be over, also of who was preempted
-            and (trimmed := _trimmed(ended, rows, generated, output.sampled_token_ids)) is not None
+            and (rows_of_ended := _rows_of_ended(ended, output, generated, went_out)) is not None
         ):
             of_places = self._rows_of_places(output)
             if alike and places.complete and not came_back and 0 not in generated:
                 whole = alike, generated, of_places
             elif (by_row := self._drafts_by_row(drafts, rows)) is not None:
                 whole = by_row, generated, of_places
-        if whole is None or trimmed is None:
+        if whole is None or rows_of_ended is None:
             delivered, stopped, turns = _delivered(scheduler, parts)
             self._do(self._count, delivered, stopped, drafts, generated, rows, entered)
             places.leave(stopped)
@@ -253,15 +267,11 @@ class StepTally:
                 self._paused_sessions.update(turns)
             self._settle_inside()
         else:
-            changes = None
+            changes: Changes | None = None
             if ended or new:
-                changes = (
-                    [rows[request_id] for request_id in new] if isinstance(whole[0], int) else (),
-                    entered,
-                    ended,
-                    [(each, (len(drafts.get(each, ())), got, out)) for each, got, out in trimmed],
-                    time.time_ns() if ended else 0,
-                )
+                rows_of_new = [*map(rows.__getitem__, new)] if isinstance(whole[0], int) else ()
+                unix_nano = time.time_ns() if ended else 0
+                changes = rows_of_new, entered, ended, rows_of_ended, went_out, unix_nano
                 places.leave(ended)
             self._line.append((whole, changes))
             # Until births are counted, all that come are below the bar.
@@ -279,8 +289,10 @@ class StepTally:
             if [*map(rows.get, in_order)] != [*range(len(rows))]:
                 return None
             self._in_order = in_order
-        lengths = _lengths([*map(drafts.get, self._in_order, _nothing)])
-        return lengths if isinstance(lengths, bytes) else None
+        try:
+            return bytes(map(len, map(drafts.get, self._in_order, _nothing)))
+        except ValueError:
+            return None
 
     def _count_whole(self, steps: Sequence[Whole]) -> None:
         self._sums.add_steps(steps)
@@ -299,11 +311,11 @@ class StepTally:
         following.step(step)
         if changes is not None:
             _, generated, of_places = step
-            _, births, ended, trimmed, unix_nano = changes
+            new, births, ended, _, went_out, unix_nano = changes
             self._finished += len(ended)
             if births:
                 following.born(births, [generated[of_places[place]] for _, _, place in births])
-            following.finished(ended, unix_nano, trimmed)
+            following.finished(ended, unix_nano, (step, went_out, new))
 
     def _count(
         self,
@@ -417,36 +429,46 @@ class _StepSums:
     def __init__(self) -> None:
         self._parts: Counter[Part] = Counter()
         self._pairs: Counter[tuple[int, int]] = Counter()  # (valid drafts, generated = emitted)
-        self._trims: Counter[Part] = Counter()  # in the above as emitted whole, but they were trimmed
+        self._trims: Counter[Part] = Counter()  # in the above as emitted whole, but perhaps they were trimmed
 
     def add_steps(self, steps: Iterable[Whole]) -> None:
         """Note steps whose tokens all went out, but for what was trimmed."""
-        alike: dict[int, list[bytes | bytearray]] = {}
+        alike: dict[int, list[bytes]] = {}
         mixed: list[tuple[bytes, bytes]] = []
-        tokens_without_drafts = bytearray()
+        undrafted: dict[int, bytearray] = {}  # tokens of those who had no drafts in alike steps
+        # Of those who ended in steps in which somebody was trimmed.
+        valid: list[int] = []
+        got, out = bytearray(), bytearray()
         for (drafts, generated, _), changes in steps:
-            tokens: bytes | bytearray = generated
-            if changes is not None:
-                undrafted, _, _, trimmed, _ = changes
-                if trimmed:
-                    self._trims.update([part for _, part in trimmed])
-                if undrafted:
-                    tokens = bytearray(generated)
-                    for row in undrafted:
-                        tokens_without_drafts.append(tokens[row])
-                        tokens[row] = 0  # of those without tokens the drafts do not matter
             if isinstance(drafts, int):
-                alike.setdefault(drafts, []).append(tokens)
+                alike.setdefault(drafts, []).append(generated)
             else:
                 mixed.append((drafts, generated))
+            if changes is None:
+                continue
+            new, _, _, of_ended, went_out, _ = changes
+            if new and isinstance(drafts, int):
+                undrafted.setdefault(drafts, bytearray()).extend(map(generated.__getitem__, new))
+            if went_out != generated:
+                if isinstance(drafts, bytes):
+                    valid.extend(map(drafts.__getitem__, of_ended))
+                elif set(new).isdisjoint(of_ended):
+                    valid.extend([drafts] * len(of_ended))
+                else:
+                    valid.extend([0 if row in new else drafts for row in of_ended])
+                got.extend(map(generated.__getitem__, of_ended))
+                out.extend(map(went_out.__getitem__, of_ended))
         for number, all_tokens in alike.items():
             self._add_alike(number, b"".join(all_tokens))
+        for number, tokens in undrafted.items():
+            for each, times in Counter(tokens).items():
+                self._pairs[number, each] -= times
+                self._pairs[0, each] += times
         if mixed:
             self._add_mixed(*map(b"".join, zip(*mixed, strict=True)))
-        if tokens_without_drafts:
-            self._add_alike(0, tokens_without_drafts)
+        self._trims.update(zip(valid, got, out, strict=True))
 
-    def _add_alike(self, drafts: int, tokens: bytes | bytearray) -> None:
+    def _add_alike(self, drafts: int, tokens: bytes) -> None:
         """Note parts in steps that all had as many drafts."""
         left = len(tokens)
         for got in (*range(1, min(drafts + 2, 256)), 0):
@@ -494,30 +516,28 @@ def _lengths(lists: Collection[Any]) -> Lengths:
         return list(map(len, lists))
 
 
-def _trimmed(
-    ended: Set[str], rows: Mapping[str, int], generated: bytes, sampled: Any
-) -> list[tuple[str, int, int]] | None:
-    """Of the requests that ended: what was sampled and what went out, where that is less. None: it is not that simple.
+def _rows_of_ended(ended: Set[str], output: Any, generated: bytes, went_out: Lengths) -> Sequence[int] | None:
+    """The rows of those who ended; None where not all of them ended by this step, or others were trimmed.
 
     vLLM trims the sampled lists in place. Of arrays (0.11.1 and 0.11.2) it trims copies, and nothing can be seen here.
     """
-    unchanged = _lengths(sampled)
     if not ended:
-        return [] if unchanged == generated else None
-    if not isinstance(unchanged, bytes):
+        return () if went_out == generated else None
+    of_ended = [*map(output.req_id_to_index.get, ended, _no_row)]
+    if not (
+        isinstance(went_out, bytes)
+        and 0 <= min(of_ended) <= max(of_ended) < len(went_out)
+        and all(map(went_out.__getitem__, of_ended))
+        and isinstance(output.sampled_token_ids[of_ended[0]], list)
+    ):
         return None
-    trimmed = []
-    left = bytearray(unchanged)
-    for request_id in ended:
-        row = rows.get(request_id, -1)
-        # By something else than this step, or it failed; or not a list.
-        if not (0 <= row < len(unchanged) and (out := unchanged[row]) and isinstance(sampled[row], list)):
+    if went_out != generated:
+        untrimmed = bytearray(went_out)
+        for row in of_ended:
+            untrimmed[row] = generated[row]
+        if untrimmed != generated:
             return None
-        got = generated[row]
-        if out != got:
-            trimmed.append((request_id, got, out))
-            left[row] = got
-    return trimmed if left == generated else None  # or of somebody who did not end
+    return of_ended
 
 
 def _somebody_stopped(parts: Iterable[Sequence[Any]]) -> bool:

@@ -25,8 +25,11 @@ Step = tuple[int | bytes, bytes, Sequence[int]]
 The drafts are one number (≥ 1) if every candidate had as many and got a token; else those of each row.
 """
 
-_no_row: Final = itertools.repeat(-1)
+Last = tuple[Step, Sequence[int], Sequence[int]]
+"""A step in which generations finished: how many tokens of each row went out, and the rows of those who had no drafts
+where all others had as many."""
 
+_no_row: Final = itertools.repeat(-1)
 
 Entered = tuple[float, Any, int]
 """A birth, and the place where its rows are looked up."""
@@ -75,12 +78,10 @@ class Places:
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """These ended, whether they have a place or not."""
-        for request_id in request_ids:
-            place = self._by_id.pop(request_id, None)
-            if place is not None:
-                self._ids[place] = self._NOBODY
-                self._left += 1
-                self._rows = ()
+        for request_id in self._by_id.keys() & request_ids:
+            self._ids[self._by_id.pop(request_id)] = self._NOBODY
+            self._left += 1
+            self._rows = ()
 
     def rows(self, rows: Mapping[str, int]) -> Sequence[int]:
         """The row of each place; -1 for nobody's, and for who is not in this step."""
@@ -258,18 +259,19 @@ class Following:
             self._add_up(followed, tokens_of_places, mixed)
             followed.since_alike = followed.since_mixed = 0
 
-    def finished(self, request_ids: Iterable[str], unix_nano: int, trimmed: Iterable[tuple[str, Part]] = ()) -> None:
-        """These generations finished; of some, less than the tokens generated in the step just noted went out."""
+    def finished(self, request_ids: Iterable[str], unix_nano: int, last: Last | None = None) -> None:
+        """These generations finished; perhaps with the step that was just noted."""
         if self._by_id.keys().isdisjoint(request_ids):
             return  # most are none of these
-        for request_id, (drafts, generated, emitted) in trimmed:
-            followed = self._by_id.get(request_id)
-            if followed is not None:
-                followed.completion -= generated - emitted
-                if drafts:
-                    followed.emitted -= generated - emitted
         for followed in filter(None, map(self._by_id.get, request_ids)):
             self._add_up(followed)
+            if last is not None:
+                (drafts, generated, rows), went_out, undrafted = last
+                row = rows[followed.place]
+                trimmed = generated[row] - went_out[row]
+                followed.completion -= trimmed
+                if drafts[row] if isinstance(drafts, bytes) else row not in undrafted:
+                    followed.emitted -= trimmed
             self._candidates.finish(followed, unix_nano)
             self._leave(followed)
 

@@ -1,13 +1,14 @@
 """What the hook costs vLLM's scheduler: `Scheduler.update_from_output` with and without, pair by pair, in one process.
 
-    python -m tests.benchmarks.vllm_step [--steps 400] [--requests 1 16 128 256] [--without-naive]
+    python -m tests.benchmarks.vllm_step [--steps 1000] [--requests 1 16 128 256] [--without-naive]
 
 The real scheduler of the installed vLLM with synthetic outputs (three tokens of five for each request and step). Beside
 our hook stand what one would write first: five `Counter.add` for each generation and step, and one `Histogram.record`.
 Every variant has a scheduler of its own, and they take turns, step after step, in changing order. What one costs is
 the median of the differences to the plain step of the same round, and its spread that of the medians of ten equal
 parts. Our hook counts steps 32 together: those that do so have a median of their own, which enters the figure by their
-share. A collection comes every 1,000 steps (some 20 s of a busy engine; the SDK's default is 60 s).
+share. After 1,000 steps comes a collection (some 20 s of a busy engine; the SDK's default is 60 s): the candidates for
+exemplars are chosen anew from the births after it, so that the first of these cost more.
 
 A difference of two long steps is noisy on a shared machine. So what our hook's own calls take is also measured in
 itself, as the time of the hooked call less that of vLLM's method within it: this leaves out what the hook may do to
@@ -18,7 +19,7 @@ without them it is more like an engine whose model runs on another device. Three
 - mixed: every other request has some drafts, of different number, as with n-grams;
 - ending: in each step some requests finish, their last tokens trimmed, and as many new ones begin. A step in which
   anybody does costs more than one in which nobody does; what a generation costs besides its steps, its birth included,
-  is what the hook's own calls take more where more of them finish.
+  is what the step and the hook's own calls take more where more of them finish.
 
 Needs the environment `vllm`; it is not a test, and no test looks at a clock.
 """
@@ -186,7 +187,7 @@ def measure(rig: Rig, shape: Shape, steps: int, names: Sequence[str]) -> list[Ro
                 times[name] = (time.perf_counter() - start) * 1e6
             rounds.append(Round(times, times[OURS] - inner * 1e6, len(tally._line) < waiting))
             order.append(order.pop(0))
-            if number % 1000 == 125:
+            if number % 1000 == 999:
                 rig.reader.get_metrics_data()
     finally:
         gc.enable()
@@ -229,9 +230,14 @@ def row(name: str, rounds: Sequence[Round], more: Callable[[Sequence[Round]], fl
     return f"  {name:24} {more(rounds):+9.1f} µs  {100 * more(rounds) / plain_time(rounds):+7.1f} %   {spread}"
 
 
+def of_one_more(few: Sequence[Round], many: Sequence[Round], more: Callable[[Sequence[Round]], float]) -> float:
+    """Microseconds that one more generation costs which finishes in a step, where another begins for it."""
+    return (more(many) - more(few)) / (MANY - FEW)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 128, 256])
     parser.add_argument("--without-naive", action="store_true")
     arguments = parser.parse_args()
@@ -251,10 +257,12 @@ def main() -> None:
                     print(row(name, rounds, partial(above, name=name)), flush=True)
                 print(row("otel_specdec's own calls", rounds, own), flush=True)
             if MANY in by_ending:
-                pairs = zip(tenths(by_ending[FEW]), tenths(by_ending[MANY]), strict=True)
-                parts = [(own(many) - own(few)) / (MANY - FEW) for few, many in pairs]
-                each = (own(by_ending[MANY]) - own(by_ending[FEW])) / (MANY - FEW)
-                print(f"  a finished generation    {each:+9.2f} µs   {min(parts):.2f} … {max(parts):.2f}", flush=True)
+                few, many = by_ending[FEW], by_ending[MANY]
+                print(f"{requests} running requests, a finished generation")
+                for name, more in ((OURS, partial(above, name=OURS)), ("otel_specdec's own calls", own)):
+                    value = of_one_more(few, many, more)
+                    parts = [of_one_more(*pair, more) for pair in zip(tenths(few), tenths(many), strict=True)]
+                    print(f"  {name:24} {value:+9.2f} µs   {min(parts):+.2f} … {max(parts):+.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ MUTATIONS = tuple(
         ("a candidate is away, others change", STEPS, "if alike and places.complete and", "if alike and"),
         ("a candidate came back", STEPS, " and not came_back and", " and"),
         ("a candidate has no tokens", STEPS, "not came_back and 0 not in generated:", "not came_back:"),
-        ("a session's next turn", STEPS, " and request_id not in self._paused_sessions:", ":"),
+        removed("a session's next turn", STEPS, "            and request.request_id not in self._paused_sessions\n"),
         removed("sessions", STEPS, "            and not self._resumable  # see below\n"),
         (
             "sessions' turns",
@@ -51,13 +51,13 @@ MUTATIONS = tuple(
         ),
         ("a preempted session's turn", STEPS, "and not (self._resumable and _somebody", "and not (ended and _somebody"),
         # What is kept of it.
-        removed(
-            "new ones have no drafts",
-            STEPS,
-            "                        tokens[row] = 0  # of those without tokens the drafts do not matter\n",
-        ),
-        removed("new ones have tokens", STEPS, "                        tokens_without_drafts.append(tokens[row])\n"),
-        ("trimmed", STEPS, "self._trims.update([part for _, part in trimmed])", "pass"),
+        removed("new ones have no drafts", STEPS, "                self._pairs[number, each] -= times\n"),
+        removed("new ones have tokens", STEPS, "                self._pairs[0, each] += times\n"),
+        removed("trimmed", STEPS, "        self._trims.update(zip(valid, got, out, strict=True))\n"),
+        ("trimmed of the new", STEPS, "elif set(new).isdisjoint(of_ended):", "elif True:"),
+        ("trimmed of others", STEPS, "        if untrimmed != generated:\n", "        if False:\n"),
+        ("ended by something else", STEPS, "        and 0 <= min(of_ended) <= max", "        and max"),
+        removed("trimmed to nothing", STEPS, "        and all(map(went_out.__getitem__, of_ended))\n"),
         ("its list of ids", STEPS, "None if row_ids is None else list(row_ids)", "row_ids"),
         ("its dictionaries", STEPS, "dict(each) if isinstance(each, dict) else each", "each"),
         ("the order of rows", STEPS, "self._row_ids or sorted(rows, key=rows.__getitem__)", "list(rows)"),
@@ -109,13 +109,18 @@ MUTATIONS = tuple(
             "followed.proposed += sum(drafts)",
         ),
         ("its first tokens", CANDIDATES, "                followed.completion = number\n", "                pass\n"),
-        ("trimmed off it", CANDIDATES, "followed.completion -= generated - emitted", "pass"),
-        ("trimmed off no verify step", CANDIDATES, "                if drafts:\n", "                if True:\n"),
+        ("trimmed off it", CANDIDATES, "followed.completion -= trimmed", "pass"),
+        (
+            "trimmed off no verify step",
+            CANDIDATES,
+            "                if drafts[row] if isinstance(drafts, bytes) else row not in undrafted:\n",
+            "                if True:\n",
+        ),
         (
             "a place of nobody",
             CANDIDATES,
-            "            place = self._by_id.pop(request_id, None)\n",
-            "            place = None\n",
+            "for request_id in self._by_id.keys() & request_ids:",
+            "for request_id in ():",
         ),
     )
 )

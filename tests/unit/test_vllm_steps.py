@@ -335,7 +335,7 @@ def test_one_candidate_among_requests_that_are_none() -> None:
         of_places = places.rows(rows)
         assert of_places == [2]
         following.step((bytes([K] * 4) if number == 2 else K, bytes([1, 2, 3, 4]), of_places))
-    following.finished({"newborn", "nobody"}, 5, [("newborn", (K, 3, 2)), ("nobody", (K, 3, 2))])
+    following.finished({"newborn", "nobody"}, 5, ((K, bytes([1, 2, 3, 4]), of_places), bytes([1, 2, 2, 4]), ()))
     (followed,) = following.drain()
     assert (followed.accepted, followed.proposed, followed.verify) == (6, 3 * K, 3)
     assert (followed.completion, followed.emitted, followed.finished_unix_nano) == (8, 8, 5)
@@ -414,7 +414,7 @@ def test_places_are_given_anew_only_when_they_are_many() -> None:
 def test_numbers_of_any_size_are_counted(length: int, drafts_only: bool) -> None:
     sums = adapter._StepSums()
     tokens = 2 if drafts_only or length > 255 else length
-    changes: adapter.Changes = ([2], [], {"b"}, [("b", (length, 4, 3))], 0)
+    changes: adapter.Changes = ([2], [], {"b"}, [1], bytes([tokens, 3, 9]), 0)
     sums.add_steps(
         [
             ((bytes([min(length, 255), 3, 0]), bytes([tokens, 1, 5]), ()), None),
@@ -578,11 +578,12 @@ def test_what_is_trimmed_though_nobody_ends_is_seen() -> None:
 
 
 @pytest.mark.parametrize("during_a_collection", [False, True])
-@pytest.mark.parametrize("preempted", ["", "a"])
+@pytest.mark.parametrize(("preempted", "resumable"), [("", True), ("a", True), ("", False)])
 def test_a_sessions_next_turn_is_not_taken_for_its_beginning(
-    preempted: str, during_a_collection: bool, monkeypatch: pytest.MonkeyPatch
+    preempted: str, resumable: bool, during_a_collection: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = Request("a", Counter(), resumable=True)
+    """Nor where a request does not say that it is resumable, if it leaves the running ones at its turn's end."""
+    request = Request("a", Counter(), resumable=resumable)
     scheduler: Any = SimpleNamespace(requests={"a": request}, running=["a"], finished_req_ids=set())
     tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
     monkeypatch.setattr(random, "random", lambda: 1.0)  # no candidate
@@ -629,21 +630,26 @@ def test_rows_without_sampled_tokens_are_counted_by_what_went_out() -> None:
 @pytest.mark.parametrize(
     ("ended", "generated", "left", "expected"),
     [
-        ({"a"}, [4, 2], [[1], [1, 1]], [("a", 4, 1)]),
-        ({"a", "b"}, [4, 2], [[1] * 4, [1]], [("b", 2, 1)]),
+        ({"a"}, [4, 2], [[1], [1, 1]], [0]),
+        ({"b"}, [4, 2], [[1] * 4, [1]], [1]),
+        ({"b"}, [4, 2], [[1] * 4, [1, 1]], [1]),  # nothing was trimmed
         (set(), [4, 2], [[1] * 4, [1, 1]], []),
         (set(), [4, 2], [[1] * 4, [1]], None),  # trimmed without an end
         ({"a"}, [4, 2], [[1], [1]], None),  # somebody else trimmed
         ({"a"}, [4, 2], [[], [1, 1]], None),  # trimmed to nothing
         ({"a"}, [0, 2], [[], [1, 1]], None),  # ended by something else
         ({"c"}, [4, 2], [[1] * 4, [1, 1]], None),  # not in the step
+        ({"d"}, [4, 2], [[1] * 4, [1, 1]], None),  # has a row without tokens
         ({"a"}, [4, 2], [(1,) * 4, (1, 1)], None),  # not a list, of which a copy may have been trimmed
+        ({"a"}, [4, 2], [[1] * 256, [1, 1]], None),
     ],
 )
-def test_what_was_trimmed_is_seen_or_said_to_be_unseen(
-    ended: set[str], generated: list[int], left: list[Any], expected: list[tuple[str, int, int]] | None
+def test_the_rows_of_those_who_ended_are_known_or_said_to_be_unknown(
+    ended: set[str], generated: list[int], left: list[Any], expected: list[int] | None
 ) -> None:
-    assert adapter._trimmed(ended, {"a": 0, "b": 1}, bytes(generated), left) == expected
+    output = SimpleNamespace(req_id_to_index={"a": 0, "b": 1, "d": 2}, sampled_token_ids=left)
+    rows = adapter._rows_of_ended(ended, output, bytes(generated), adapter._lengths(left))
+    assert (rows if rows is None else list(rows)) == expected
 
 
 def test_a_step_during_a_collection_waits_for_nobody_and_is_counted_by_the_next() -> None:
