@@ -27,7 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import wrapt
 
@@ -80,6 +80,14 @@ Whole = tuple[Step, Changes | None]
 """A step of which all tokens went out but what ends trimmed."""
 
 
+class Aborted(NamedTuple):
+    """Requests that ended by no step: their ids, those of them that are generations, and when (Unix nanoseconds)."""
+
+    request_ids: Sequence[str]
+    generations: Sequence[str]
+    unix_nano: int
+
+
 class StepTally:
     """What one scheduler's steps did: how often each (valid drafts, generated, emitted) occurred, and who finished.
 
@@ -94,7 +102,7 @@ class StepTally:
         self.stepping = self.finishing = False  # while vLLM's own method runs
         self._scheduler = weakref.ref(scheduler)
         self._reading = threading.Lock()
-        self._line: deque[Whole | Callable[[], None]] = deque()  # what is not counted yet
+        self._line: deque[Whole | Aborted | Callable[[], None]] = deque()  # what is not counted yet
         self._sums = _StepSums()
         self._finished = 0
         self._resumable = False  # whether a request ever was: only those have a turn that ends without finishing them
@@ -237,7 +245,7 @@ class StepTally:
         entered = places.enter(births) if births else ()
         drafts = step.scheduled_spec_decode_tokens
         if drafts and not alike:
-            drafts = _valid_drafts(step, drafts)
+            drafts = _valid_drafts(step, drafts, new)
         went_out = _lengths(output.sampled_token_ids)
         rows_of_ended: Sequence[int] | None = None
         whole: Step | None = None
@@ -273,10 +281,7 @@ class StepTally:
                 unix_nano = time.time_ns() if ended else 0
                 changes = rows_of_new, entered, ended, rows_of_ended, went_out, unix_nano
                 places.leave(ended)
-            self._line.append((whole, changes))
-            # Until births are counted, all that come are below the bar.
-            if len(self._line) >= _TOGETHER or places.crowded:
-                self._count_line()
+            self._put_in_line((whole, changes))
         if ended and not scheduler.requests:
             self.owner.listener.engine_idle()
 
@@ -294,12 +299,15 @@ class StepTally:
         except ValueError:
             return None
 
-    def _count_whole(self, steps: Sequence[Whole]) -> None:
-        self._sums.add_steps(steps)
+    def _count_together(self, line: Sequence[Whole | Aborted]) -> None:
+        self._sums.add_steps([each for each in line if not isinstance(each, Aborted)])
         failed: Exception | None = None
-        for step, changes in steps:
+        for each in line:
             try:
-                self._follow(step, changes)
+                if isinstance(each, Aborted):
+                    self._count_aborted(each)
+                else:
+                    self._follow(*each)
             except Exception as error:  # the others are not to be lost with it
                 failed = failed or error
         self._following.tidy()
@@ -316,6 +324,12 @@ class StepTally:
             if births:
                 following.born(births, [generated[of_places[place]] for _, _, place in births])
             following.finished(ended, unix_nano, (step, went_out, new))
+
+    def _count_aborted(self, aborted: Aborted) -> None:
+        self._finished += len(aborted.generations)
+        self._following.finished(aborted.generations, aborted.unix_nano)
+        for request_id in aborted.request_ids:
+            self._following.gone(request_id)  # those without a token: the others are gone already
 
     def _count(
         self,
@@ -363,15 +377,9 @@ class StepTally:
         # A resumed session's earlier output has become part of its prompt.
         generations = [request_id for request_id, has_tokens in taken if has_tokens or request_id in paused]
         ids = [request_id for request_id, _ in taken]
-        self._do(self._aborted, ids, generations)
         self._places.leave(ids)
         paused.difference_update(ids)
-
-    def _aborted(self, request_ids: Iterable[str], generations: Collection[str]) -> None:
-        self._finished += len(generations)
-        self._following.finished(generations, time.time_ns())
-        for request_id in request_ids:
-            self._following.gone(request_id)  # those without a token: the others are gone already
+        self._put_in_line(Aborted(ids, generations, time.time_ns()))
 
     def _do(self, change: Callable[..., None], *arguments: Any) -> None:
         """Apply a change to the sums, now, or when whoever reads them is done. On the engine's thread."""
@@ -387,6 +395,12 @@ class StepTally:
             kept = [dict(each) if isinstance(each, dict) else each for each in arguments]
             self._line.append(partial(change, *kept))
 
+    def _put_in_line(self, each: Whole | Aborted) -> None:
+        self._line.append(each)
+        # Until births are counted, all that come are below the bar.
+        if len(self._line) >= _TOGETHER or self._places.crowded:
+            self._count_line()
+
     def _count_line(self) -> None:
         """Count what is in the line, or leave it to whoever is reading. On the engine's thread."""
         if self._reading.acquire(blocking=False):
@@ -398,17 +412,17 @@ class StepTally:
 
     def _catch_up(self) -> None:
         line = self._line
-        steps: list[Whole] = []
+        together: list[Whole | Aborted] = []
         for _ in range(len(line)):
             each = line.popleft()
             if isinstance(each, tuple):
-                steps.append(each)
+                together.append(each)
             else:
-                self._count_whole(steps)
-                steps = []
+                self._count_together(together)
+                together = []
                 each()
-        if steps:
-            self._count_whole(steps)
+        if together:
+            self._count_together(together)
 
     def take(self) -> Taken:
         """See `engines.Tally`. On the collecting thread; the engine's does not wait for it."""
@@ -629,15 +643,15 @@ def _ids_are_randomised() -> bool:
     return "external_req_id" in getattr(request, "__struct_fields__", ())
 
 
-def _valid_drafts(step: Any, drafts: dict[str, Any]) -> dict[str, Any]:
+def _valid_drafts(step: Any, drafts: dict[str, Any], new: Sequence[str]) -> dict[str, Any]:
     """The step's drafts without padding and without those that the grammar invalidated; only lengths matter then."""
-    fresh = [new.req_id for new in step.scheduled_new_reqs if new.req_id in drafts]
+    fresh = drafts.keys() & new
     # A request that this step took from the waiting queue, new or resumed, has only padding (0.25 on, to keep a full
     # CUDA graph). That its drafts are -1 is no test: under async scheduling all drafts are -1 here. Before 0.11.1
     # resumed requests are not listed like this, and have no drafts either.
     resumed = getattr(step.scheduled_cached_reqs, "resumed_req_ids", None)
     if resumed:
-        fresh.extend(drafts.keys() & resumed)
+        fresh |= drafts.keys() & resumed
     invalid = getattr(step, "num_invalid_spec_tokens", None)  # 0.14 on; the invalid ones are a draft's tail
     if fresh or invalid:
         drafts = dict(drafts)

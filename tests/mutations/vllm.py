@@ -70,10 +70,23 @@ MUTATIONS = tuple(
         (
             "before what is put aside",
             STEPS,
-            "                self._count_whole(steps)\n                steps = []\n                each()\n",
+            "                self._count_together(together)\n                together = []\n                each()\n",
             "                each()\n",
         ),
-        ("too many places", STEPS, "len(self._line) >= _TOGETHER or places.crowded:", "len(self._line) >= _TOGETHER:"),
+        (
+            "too many places",
+            STEPS,
+            "len(self._line) >= _TOGETHER or self._places.crowded:",
+            "len(self._line) >= _TOGETHER:",
+        ),
+        removed("aborted generations", STEPS, "        self._finished += len(aborted.generations)\n"),
+        ("aborted before the first token", STEPS, "for request_id in aborted.request_ids:", "for request_id in ():"),
+        (
+            "the time of an abort",
+            STEPS,
+            "(aborted.generations, aborted.unix_nano)",
+            "(aborted.generations, time.time_ns())",
+        ),
         # Candidates.
         (
             "what was before it",

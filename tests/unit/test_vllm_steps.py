@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -514,6 +515,31 @@ def test_an_output_without_tokens_is_no_verify_step() -> None:
         accepted=5, proposed=3 * K, verify=3, completion=10, emitted=8
     )
     assert sorted(total(list(picked.increments), positions=False)["verify"] for picked in taken.picked) == [1, 2]
+
+
+def test_aborts_stand_in_the_line_with_the_steps() -> None:
+    requests = {each: Request(each, Counter()) for each in "abc"}
+    scheduler: Any = SimpleNamespace(requests=dict(requests), running=["a", "b"], finished_req_ids=set())
+    tally = StepTally(SimpleNamespace(listener=None), _Weak(scheduler), counts=True)  # type: ignore[arg-type]
+    plain_step(tally, scheduler, {"a": 1, "b": 1}, new="ab")
+    plain_step(tally, scheduler, {"a": 3, "b": 2})
+    earliest = time.time_ns()
+    finishing = tally.before_finish(scheduler, ["a", "c"])  # and one that waits for its first step
+    for each in finishing:
+        each.finished = True
+        scheduler.requests.pop(each.request_id)
+    scheduler.running.remove("a")
+    tally.after_finish(scheduler, finishing)
+    latest = time.time_ns()
+    plain_step(tally, scheduler, {"b": 3})
+    assert len(tally._line) == 4  # nothing is counted yet
+    taken = tally.take()
+    assert total(list(taken.increments), positions=False) == Counter(
+        accepted=5, proposed=3 * K, verify=3, completion=10, emitted=8, generations=1
+    )
+    (picked,) = taken.picked
+    assert (picked.response_id, earliest <= picked.finished_unix_nano <= latest) == ("a", True)
+    assert total(list(picked.increments), positions=False)["completion"] == 4
 
 
 class Unreadable(Request):
