@@ -35,7 +35,7 @@ from otel_specdec.candidates import PICKS, PLACES, choose
 from otel_specdec.counts import SpecCounts
 from otel_specdec.engines import EngineDescription, EngineListener, Increment, Picked, Taken
 from otel_specdec.engines.hooking import is_hook
-from otel_specdec.engines.vllm_candidates import Birth, Entered, Followed, Following, Part, Places, Step
+from otel_specdec.engines.vllm_candidates import NO_ROW, Birth, Entered, Followed, Following, Places, Step
 from otel_specdec.engines.vllm_front_end import FrontHooks
 from otel_specdec.engines.vllm_shared import describe_config, hook, logger
 from otel_specdec.names import MAX_POSITIONS
@@ -52,7 +52,6 @@ _BELOW_16: Final = bytes(range(16))
 _TOGETHER: Final = 32  # steps, until they are counted
 
 _nobody: Final[frozenset[str]] = frozenset()
-_no_row: Final = itertools.repeat(-1)
 
 _req_id: Final = attrgetter("req_id")
 _resumable: Final = itertools.repeat("resumable")
@@ -67,6 +66,9 @@ ids that came from the waiting queue, the new; those of them without a token yet
 candidates; how many run; ids of those that finished before, as far as the scheduler still knows of them.
 """
 
+
+Part = tuple[int, int, int]
+"""One request's part in a step: valid drafts, generated, emitted."""
 
 Changes = tuple[Sequence[int], Sequence[Entered], Set[str], Sequence[int], Lengths, int]
 """How a step changed who runs.
@@ -294,10 +296,8 @@ class StepTally:
             if [*map(rows.get, in_order)] != [*range(len(rows))]:
                 return None
             self._in_order = in_order
-        try:
-            return bytes(map(len, map(drafts.get, self._in_order, _nothing)))
-        except ValueError:
-            return None
+        lengths = _lengths([*map(drafts.get, self._in_order, _nothing)])
+        return lengths if isinstance(lengths, bytes) else None
 
     def _count_together(self, line: Sequence[Whole | Aborted]) -> None:
         self._sums.add_steps([each for each in line if not isinstance(each, Aborted)])
@@ -466,10 +466,9 @@ class _StepSums:
             if went_out != generated:
                 if isinstance(drafts, bytes):
                     valid.extend(map(drafts.__getitem__, of_ended))
-                elif set(new).isdisjoint(of_ended):
-                    valid.extend([drafts] * len(of_ended))
                 else:
-                    valid.extend([0 if row in new else drafts for row in of_ended])
+                    without = set(new)
+                    valid.extend([0 if row in without else drafts for row in of_ended])
                 got.extend(map(generated.__getitem__, of_ended))
                 out.extend(map(went_out.__getitem__, of_ended))
         for number, all_tokens in alike.items():
@@ -537,7 +536,7 @@ def _rows_of_ended(ended: Set[str], output: Any, generated: bytes, went_out: Len
     """
     if not ended:
         return () if went_out == generated else None
-    of_ended = [*map(output.req_id_to_index.get, ended, _no_row)]
+    of_ended = [*map(output.req_id_to_index.get, ended, NO_ROW)]
     if not (
         isinstance(went_out, bytes)
         and 0 <= min(of_ended) <= max(of_ended) < len(went_out)

@@ -16,9 +16,6 @@ from otel_specdec.candidates import PICKS, PLACES, Candidate, Candidates
 Birth = tuple[float, Any]
 """A request that had no token yet, and the random number that it drew."""
 
-Part = tuple[int, int, int]
-"""One request's part in a step: valid drafts, generated, emitted."""
-
 Step = tuple[int | bytes, bytes, Sequence[int]]
 """A step whose tokens all went out: drafts, tokens of each row, and the row of each place.
 
@@ -29,7 +26,8 @@ Last = tuple[Step, Sequence[int], Sequence[int]]
 """A step in which generations finished: how many tokens of each row went out, and the rows of those who had no drafts
 where all others had as many."""
 
-_no_row: Final = itertools.repeat(-1)
+NO_ROW: Final = itertools.repeat(-1)
+"""The row of everybody who is not in a step."""
 
 Entered = tuple[float, Any, int]
 """A birth, and the place where its rows are looked up."""
@@ -86,7 +84,7 @@ class Places:
     def rows(self, rows: Mapping[str, int]) -> Sequence[int]:
         """The row of each place; -1 for nobody's, and for who is not in this step."""
         if not self._rows:
-            self._rows = [*map(rows.get, self._ids, _no_row)]
+            self._rows = [*map(rows.get, self._ids, NO_ROW)]
             self.complete = self._rows.count(-1) == self._left
         return self._rows
 

@@ -54,7 +54,7 @@ MUTATIONS = tuple(
         removed("new ones have no drafts", STEPS, "                self._pairs[number, each] -= times\n"),
         removed("new ones have tokens", STEPS, "                self._pairs[0, each] += times\n"),
         removed("trimmed", STEPS, "        self._trims.update(zip(valid, got, out, strict=True))\n"),
-        ("trimmed of the new", STEPS, "elif set(new).isdisjoint(of_ended):", "elif True:"),
+        ("trimmed of the new", STEPS, "[0 if row in without else drafts", "[drafts"),
         ("trimmed of others", STEPS, "        if untrimmed != generated:\n", "        if False:\n"),
         ("ended by something else", STEPS, "        and 0 <= min(of_ended) <= max", "        and max"),
         removed("trimmed to nothing", STEPS, "        and all(map(went_out.__getitem__, of_ended))\n"),

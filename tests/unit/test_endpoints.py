@@ -144,7 +144,7 @@ def test_grpc_through_a_proxy_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exporter", "url"), [(HTTP, "collector:4318"), (HTTP, "http://[::1"), (GRPC, "unix:///tmp/c")]
+    ("exporter", "url"), [(HTTP, "collector:4318"), (HTTP, "http://[::1"), (GRPC, "unix:///run/c")]
 )
 def test_an_endpoint_that_is_none(exporter: str, url: str) -> None:
     answer = ask(exporter, 1, {METRICS: url})
